@@ -1,0 +1,1 @@
+"""Write attention once."""

@@ -1,0 +1,96 @@
+"""Operands of a mask: a tensor held by the person's mask, a name in an op, or a small constant table."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_dispatch.ir.tensors import Ref
+
+__all__ = ["Held", "Operand", "Table", "as_operand", "resolve"]
+
+
+@dataclass(frozen=True, eq=False)
+class Held:
+    """A tensor that a person's mask carries. Equal only to itself: content is never compared behind your back."""
+
+    tensor: torch.Tensor
+
+    def content_digest(self) -> str:
+        """Digest of the values; this reads the tensor (and waits for its device)."""
+        data = self.tensor.detach().cpu().contiguous()
+        raw = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+        return f"<{data.dtype} {list(data.shape)} {hashlib.sha256(raw).hexdigest()}>"
+
+    def __str__(self) -> str:
+        kind = str(self.tensor.dtype).removeprefix("torch.")
+        return f"<{kind}{list(self.tensor.shape)}>"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A constant array of integers or booleans, stored in the IR itself, so that it counts by value.
+
+    Text form: ``"bool 2x2 0110"`` for booleans, ``"int 3 5,1,2"`` for integers.
+    """
+
+    text: str
+
+    @classmethod
+    def of(cls, values: torch.Tensor | Sequence[Any]) -> Table:
+        """From a tensor or nested lists.
+
+        Example:
+            >>> Table.of([[True, False]]).text
+            'bool 1x2 10'
+        """
+        data = torch.as_tensor(values).detach().cpu()
+        shape = "x".join(map(str, data.shape)) or "1"
+        flat = data.reshape(-1).tolist()
+        if data.dtype == torch.bool:
+            return cls(f"bool {shape} {''.join('1' if x else '0' for x in flat)}")
+        return cls(f"int {shape} {','.join(str(int(x)) for x in flat)}")
+
+    def tensor(self, device: Any = None) -> torch.Tensor:
+        """The array, bool or int64."""
+        kind, shape_text, body = (self.text + " ").split(" ")[:3]
+        shape = [int(n) for n in shape_text.split("x")]
+        values = [c == "1" for c in body] if kind == "bool" else [int(x) for x in body.split(",") if x]
+        dtype = torch.bool if kind == "bool" else torch.int64
+        return torch.tensor(values, dtype=dtype, device=device).reshape(shape)
+
+    def __str__(self) -> str:
+        return f'"{self.text}"'
+
+
+Operand = Ref | Held | Table
+
+
+def as_operand(value: Any) -> Operand:
+    """A tensor is held, lists become a `Table`, names and operands stay what they are."""
+    if isinstance(value, (Ref, Held, Table)):
+        return value
+    if isinstance(value, torch.Tensor):
+        return Held(value)
+    if isinstance(value, str):
+        return Ref(value) if " " not in value else Table(value)
+    return Table.of(value)
+
+
+def resolve(operand: Operand, tensors: Mapping[str, torch.Tensor], device: Any = None) -> torch.Tensor:
+    """The tensor of an operand.
+
+    Raises:
+        KeyError: a name for which no tensor was handed over; the message lists those that were.
+    """
+    if isinstance(operand, Held):
+        return operand.tensor.to(device) if device is not None else operand.tensor
+    if isinstance(operand, Table):
+        return operand.tensor(device)
+    if operand.name not in tensors:
+        raise KeyError(f"no tensor was handed over for {operand.name!r}; there are {sorted(tensors)}")
+    return tensors[operand.name]

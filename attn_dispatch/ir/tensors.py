@@ -1,0 +1,102 @@
+"""Descriptors of tensors: what the IR may know of a tensor without holding one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+__all__ = ["Ref", "TensorDesc", "dtype_name", "short_dtype", "stride_class"]
+
+_SHORT = {
+    "float64": "f64",
+    "float32": "f32",
+    "float16": "f16",
+    "bfloat16": "bf16",
+    "int64": "i64",
+    "int32": "i32",
+    "bool": "bool",
+}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``torch.float32`` -> ``"float32"``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def short_dtype(name: str) -> str:
+    """``"bfloat16"`` -> ``"bf16"``; a name without a short form stays as it is."""
+    return _SHORT.get(name, name)
+
+
+def stride_class(tensor: torch.Tensor) -> str:
+    """How a tensor lies in memory, as far as kernels care.
+
+    ``"rows"``: the last dimension is contiguous; ``"scattered"``: it is not. Whether the outer dimensions are
+    permuted or expanded does not change which kernels are right, only (a little) how fast they are.
+    """
+    if tensor.ndim == 0 or tensor.size(-1) <= 1 or tensor.stride(-1) == 1:
+        return "rows"
+    return "scattered"
+
+
+@dataclass(frozen=True)
+class Ref:
+    """The name of a tensor that is handed over at run time."""
+
+    name: str
+
+    def __str__(self) -> str:
+        return self.name
+
+
+@dataclass(frozen=True)
+class TensorDesc:
+    """Shape, dtype, device and stride class of one operand.
+
+    Args:
+        shape: sizes; ``[B, H, S, D]`` for query, key and value, whatever layout the caller used.
+        dtype: ``"float32"``, ``"bfloat16"`` ...
+        device: the device type, ``"cpu"`` or ``"cuda"``; the index does not change a plan.
+        strides: ``"rows"`` or ``"scattered"``, see `stride_class`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    device: str = "cpu"
+    strides: str = "rows"
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorDesc:
+        """Describe a tensor.
+
+        Example:
+            >>> TensorDesc.of(torch.zeros(1, 2, 3, 4)).shape
+            (1, 2, 3, 4)
+        """
+        return cls(tuple(tensor.shape), dtype_name(tensor.dtype), tensor.device.type, stride_class(tensor))
+
+    def with_shape(self, *shape: int) -> TensorDesc:
+        """The same tensor with another shape."""
+        return TensorDesc(tuple(shape), self.dtype, self.device, self.strides)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one element."""
+        return getattr(torch, self.dtype).itemsize
+
+    def __str__(self) -> str:
+        tail = "" if self.strides == "rows" else " scattered"
+        return f"[{', '.join(map(str, self.shape))}] {short_dtype(self.dtype)}{tail}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types for YAML."""
+        return {**asdict(self), "shape": list(self.shape)}
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> TensorDesc:
+        """The inverse of `to_dict`."""
+        shape: Sequence[int] = data["shape"]
+        return cls(tuple(shape), data["dtype"], data.get("device", "cpu"), data.get("strides", "rows"))

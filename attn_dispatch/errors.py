@@ -10,6 +10,10 @@
     ├── ConfigError (ValueError)         a file or an environment variable that cannot be used
     └── BackendError (RuntimeError)      a backend broke its contract while it was compiled or run
 
+    AttnDispatchWarning (UserWarning)
+    ├── PluginWarning                    a plugin was set aside; said once, when it is discovered
+    └── FallbackWarning                  a preference could not be met; said once per reason
+
 An error of the call has three parts: what was asked, which value broke which limit, and what to do next.
 """
 
@@ -17,11 +21,14 @@ from __future__ import annotations
 
 __all__ = [
     "AttnDispatchError",
+    "AttnDispatchWarning",
     "BackendError",
     "ConfigError",
+    "FallbackWarning",
     "InputError",
     "InputTypeError",
     "NoBackendError",
+    "PluginWarning",
     "UnknownBackendError",
 ]
 
@@ -79,3 +86,15 @@ class ConfigError(AttnDispatchError, ValueError):
 
 class BackendError(AttnDispatchError, RuntimeError):
     """A backend broke its contract while it was compiled or run; the message names it and its distribution."""
+
+
+class AttnDispatchWarning(UserWarning):
+    """Base of all warnings of this package."""
+
+
+class PluginWarning(AttnDispatchWarning):
+    """A plugin was set aside."""
+
+
+class FallbackWarning(AttnDispatchWarning):
+    """A preference could not be met and the next candidate is used."""

@@ -146,7 +146,12 @@ def longformer(side: int, global_keys: torch.Tensor | None = None, valid: torch.
 
 
 def bigbird(
-    length: int, block: int = 64, random_blocks: int = 3, seed: int = 0, heads: int = 1, valid: torch.Tensor | None = None
+    length: int,
+    block: int = 64,
+    random_blocks: int = 3,
+    seed: int = 0,
+    heads: int = 1,
+    valid: torch.Tensor | None = None,
 ) -> Mask:
     """BigBird (ITC): three window blocks, first and last block global, and random blocks drawn once from ``seed``.
 
@@ -179,7 +184,7 @@ def prefix_lm(prefix: int) -> Mask:
 
 
 def columns(prefix: int | None = None, *, keep: torch.Tensor | None = None) -> Mask:
-    """Keys that every query may attend: the first ``prefix``, or those where ``keep`` (``[Skv]``/``[B, Skv]``) is True."""
+    """Keys that every query may attend: the first ``prefix``, or where ``keep`` (``[Skv]``/``[B, Skv]``) is True."""
     if (prefix is None) == (keep is None):
         raise ValueError("give either prefix= or keep=")
     return KeyRange(0, prefix) if prefix is not None else Columns(keep)  # type: ignore[arg-type]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from attn_dispatch.ir.masks import Bounds, Grid, Mask, TileGrid, Tensors, holding, operand_tensor
+from attn_dispatch.ir.masks import Bounds, Grid, Mask, Tensors, TileGrid, holding, operand_tensor
 from attn_dispatch.ir.operands import Held, Operand, Table
 
 __all__ = [
@@ -289,7 +289,9 @@ class BlockTable(Mask):
         k_block = _block(grid.keys[0], self.block)
         nq, nk = table.shape[-2:]
         inside = ((q_block >= 0) & (q_block < nq))[..., :, None] & (k_block < nk)
-        picked = table[..., q_block.clamp(0, max(nq - 1, 0)), :] if q_block.ndim == 1 else _rows_per_batch(table, q_block)
+        picked = (
+            table[..., q_block.clamp(0, max(nq - 1, 0)), :] if q_block.ndim == 1 else _rows_per_batch(table, q_block)
+        )
         return picked[..., k_block.clamp(0, max(nk - 1, 0))] & inside
 
 

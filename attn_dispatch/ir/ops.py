@@ -285,8 +285,8 @@ class AttentionOp:
     def __str__(self) -> str:
         dtype = short_dtype(self.dtype)
         sizes = [f"q {list(self.query.shape)} {dtype}"]
-        sizes += [f"k, v {list(self.key.shape)}"] if self.D == self.Dv else []
-        sizes += [] if self.D == self.Dv else [f"k {list(self.key.shape)}", f"v {list(self.value.shape)}"]
+        sizes += [f"k, v {list(self.key.shape)}"] if self.Dv == self.D else []
+        sizes += [] if self.Dv == self.D else [f"k {list(self.key.shape)}", f"v {list(self.value.shape)}"]
         words = [str(self.mask)] if not isinstance(self.mask, Full) else []
         words += [f"q_offset {self.q_offset}"] if self.mask.positional else []
         words += [str(term) for term in self.score]

@@ -67,8 +67,7 @@ def _probe_row(row: torch.Tensor) -> tuple[int, int] | None:
 
 def _is_band(plane: torch.Tensor, lower: int | None, upper: int | None) -> bool:
     """Whether exactly the keys ``i + lower <= j <= i + upper`` are True. By row blocks: a wrong guess ends early."""
-    sq, skv = plane.shape
-    for start in range(0, sq, 256):
+    for start in range(0, plane.shape[0], 256):
         rows = plane[start : start + 256]
         # tril/triu of a byte tensor: 4 times faster than comparing int64 positions, and this is on the call's path
         want = torch.ones_like(rows, memory_format=torch.contiguous_format)

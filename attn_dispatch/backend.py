@@ -1,0 +1,125 @@
+"""What a backend is: the class to inherit, and the two values it returns, `Executable` and `Cost`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import torch
+
+from attn_dispatch.capability import Capability, Reason, compare
+from attn_dispatch.ir.ops import AttentionOp
+
+__all__ = ["Backend", "Cost", "Executable", "Operands", "Raw", "Run"]
+
+Operands = Mapping[str, torch.Tensor]
+
+
+class Raw(NamedTuple):
+    """What an executable returns when more than the output is wanted; ``lse`` is ``[B, Hq, Sq]`` in fp32 (fp64)."""
+
+    out: torch.Tensor
+    lse: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+
+
+# run(query, key, value, operands) -> out, or Raw when op.outputs asks for lse or weights
+Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Operands], Any]
+
+
+@dataclass(frozen=True)
+class Executable:
+    """A compiled op: ``run(query, key, value, operands)`` on ``[B, H, S, D]`` tensors.
+
+    It must be right for every batch and length that its op's bucket and the backend's capability admit.
+
+    Args:
+        run: returns the output ``[B, Hq, Sq, Dv]``, or `Raw` when ``op.outputs`` asks for more.
+    """
+
+    run: Run
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What running an op costs, for the heuristic: measured rates turn it into time.
+
+    Args:
+        flops: floating-point operations; bytes: memory traffic; launches: kernel launches or Python-level steps.
+    """
+
+    flops: float = 0.0
+    bytes: float = 0.0
+    launches: float = 1.0
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(self.flops + other.flops, self.bytes + other.bytes, self.launches + other.launches)
+
+    def times(self, n: float) -> Cost:
+        """This cost n times over."""
+        return Cost(self.flops * n, self.bytes * n, self.launches * n)
+
+
+class Backend:
+    """Base class of backends. A backend states its `capabilities`, and compiles ops that nothing speaks against.
+
+    Attributes:
+        name: unique among all installed backends.
+        capabilities: the facts, one `Capability` for each set of device types whose facts differ.
+        hints: remedy by feature word or ``"dtype"``, shown with a refusal.
+        tested: where it has been seen to run, for the support matrix; say so honestly.
+    """
+
+    name: str = ""
+    capabilities: tuple[Capability, ...] = ()
+    hints: dict[str, str] = {}  # noqa: RUF012 - a class constant
+    tested: str = "cpu"
+
+    def version(self) -> str:
+        """Version of the library behind it; part of what a tuned record depends on."""
+        return torch.__version__
+
+    def unavailable(self) -> Reason | None:
+        """Why it cannot run on this machine at all (library missing, no such device); None when it can."""
+        return None
+
+    def extra_reasons(self, op: AttentionOp) -> list[Reason]:
+        """Reasons that no declared fact can express; most backends have none."""
+        return []
+
+    def reasons_against(self, op: AttentionOp) -> list[Reason]:
+        """Everything that speaks against this op, with values and limits."""
+        missing = self.unavailable()
+        if missing is not None:
+            return [missing]
+        return compare(self.capability_on(op.device), op, self.hints) or self.extra_reasons(op)
+
+    def capability_on(self, device_type: str) -> Capability:
+        """The facts for a device type; for a type that it does not run on, the first, whose devices say so."""
+        for capability in self.capabilities:
+            if device_type in capability.devices:
+                return capability
+        devices = frozenset().union(*(c.devices for c in self.capabilities))
+        return replace(self.capabilities[0], devices=devices)
+
+    def compile(self, op: AttentionOp) -> Executable:
+        """Make the op executable; called only when `reasons_against` is empty. Import the library here."""
+        raise NotImplementedError
+
+    def estimate(self, op: AttentionOp) -> Cost:
+        """FLOPs and bytes for the heuristic; the default is dense attention without skipping."""
+        return dense_cost(op)
+
+
+def dense_cost(op: AttentionOp, visited: float = 1.0, materialised: int = 0) -> Cost:
+    """Cost of attention that visits a fraction of all pairs.
+
+    Args:
+        visited: part of the pairs that are computed.
+        materialised: how many times a ``[B, Hq, Sq, Skv]`` fp32 array is written or read.
+    """
+    pairs = op.B * op.Hq * op.Sq * op.Skv
+    rows = op.query.itemsize
+    io = rows * (op.B * op.Hq * op.Sq * (op.D + op.Dv) + op.B * op.Hkv * op.Skv * (op.D + op.Dv))
+    return Cost(2.0 * pairs * (op.D + op.Dv) * visited, io + 4.0 * pairs * visited * materialised, 1.0)

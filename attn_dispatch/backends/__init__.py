@@ -1,0 +1,21 @@
+"""The built-in backends, registered through the same hook as a stranger's plugin."""
+
+from __future__ import annotations
+
+from attn_dispatch.backend import Backend
+from attn_dispatch.registry.hookspecs import hookimpl
+
+__all__ = ["attn_dispatch_backends"]
+
+
+@hookimpl
+def attn_dispatch_backends() -> list[Backend]:
+    """All built-in backends. Importing them imports torch and nothing else."""
+    from attn_dispatch.backends.blocked import Blocked
+    from attn_dispatch.backends.eager import Eager
+    from attn_dispatch.backends.sdpa_cudnn import SdpaCudnn
+    from attn_dispatch.backends.sdpa_efficient import SdpaEfficient
+    from attn_dispatch.backends.sdpa_flash import SdpaFlash
+    from attn_dispatch.backends.sdpa_math import SdpaMath
+
+    return [SdpaFlash(), SdpaCudnn(), SdpaEfficient(), SdpaMath(), Blocked(), Eager()]

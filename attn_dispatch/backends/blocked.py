@@ -1,0 +1,105 @@
+"""``blocked``: query-tiled matmul and softmax in plain torch, for what fused kernels do not take.
+
+Only tiles that attend something are computed, with the keys that they may attend; the scores of one tile are all that
+is ever in memory. Accumulation is fp32 (fp64), per tile.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from attn_dispatch import reference, tiling
+from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw, dense_cost
+from attn_dispatch.capability import ALL_FEATURES, Capability, Limit
+from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.weights import Softmax
+
+__all__ = ["Blocked"]
+
+_REFUSED = {"weights", "traced", "empty", "q_offset:tensor", "weight:Linear", "decay", "score:Alibi", "higher_order"}
+
+
+class Blocked(Backend):
+    """Tiles of query rows in plain torch."""
+
+    name = "blocked"
+    tested = "cpu"
+    hints = {"weights": 'backend="eager"', "higher_order": 'backend="sdpa_math"'}  # noqa: RUF012
+    block = 128
+    capabilities = (
+        Capability(
+            devices=frozenset({"cpu", "cuda"}),
+            dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+            features=ALL_FEATURES - _REFUSED,
+            limits=tuple(Limit(name, minimum=1) for name in ("B", "Hq", "Sq", "Skv", "D")),
+            notes="tiles of 128 query rows; only keys inside the mask's interval",
+        ),
+    )
+
+    def compile(self, op: AttentionOp) -> Executable:
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+            return _run(op, self.block, q, k, v, t)
+
+        return Executable(run)
+
+    def estimate(self, op: AttentionOp) -> Cost:
+        _, mean = tiling.key_span(op, self.block)
+        visited = mean / op.Skv if op.Skv else 1.0
+        # every element of the scores is written and read about four times, inside the cache
+        cost = dense_cost(op, visited, materialised=2)
+        return Cost(cost.flops, cost.bytes, 12.0 * -(-op.Sq // self.block))
+
+
+def _run(op: AttentionOp, block: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+    sq, skv = q.shape[2], k.shape[2]
+    offset = reference.offset_of(op, sq, skv, t)
+    assert isinstance(offset, int)
+    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    bias_of = tiling.TileBias(op, q, k, t)
+    sums: list[tuple[tiling.Tile, torch.Tensor | None]] = []
+
+    def results() -> Iterator[tuple[tiling.Tile, torch.Tensor | None]]:
+        for tile in tiling.query_tiles(op, sq, skv, offset, block, t):
+            if tile.is_empty and not _sinks(op):
+                sums.append((tile, None))
+                yield tile, None
+                continue
+            rows, keys = slice(*tile.rows), slice(*tile.keys)
+            out, lse = _tile(op, tile, bias_of(tile), q[:, :, rows].to(acc), k[:, :, keys].to(acc), v[:, :, keys], t)
+            sums.append((tile, lse))
+            yield tile, out.to(q.dtype)
+
+    keep_graph = bool(op.grad)
+    out = tiling.join_rows(results(), q, v.shape[3], 0.0, keep_graph)
+    return Raw(out, tiling.join_rows(iter(sums), q, 0, -math.inf, keep_graph)) if op.outputs.lse else out
+
+
+def _tile(
+    op: AttentionOp,
+    tile: tiling.Tile,
+    bias: torch.Tensor | None,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    t: Operands,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of one tile, q and k already in the accumulating dtype."""
+    scores = reference.grouped_matmul(q * op.effective_scale, k.transpose(-1, -2))
+    scores = reference.apply_terms(op, scores, tiling.slice_terms(op, tile, t))
+    scores = scores if bias is None else scores + bias
+    if bias is None and not op.score and not op.outputs.lse and not _sinks(op):
+        weights, lse = torch.softmax(scores, -1), None  # no row can be empty
+    else:
+        weights, lse = reference.weigh_softmax(op, scores, None, t)
+    if op.dropout_p:
+        weights = F.dropout(weights, op.dropout_p)
+    return reference.grouped_matmul(weights, v.to(scores.dtype)), lse
+
+
+def _sinks(op: AttentionOp) -> bool:
+    return isinstance(op.weight, Softmax) and op.weight.sinks is not None

@@ -1,0 +1,102 @@
+"""What the backends over torch's SDPA kernels share: masks as they take them, dead rows, gradients of gradients.
+
+Each kernel is called by its own operator. The alternative, ``torch.nn.attention.sdpa_kernel``, costs 13 us a call and
+sets flags that are global to the process, so it would leak into other threads.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+
+from attn_dispatch import reference
+from attn_dispatch.backend import Operands
+from attn_dispatch.ir.atoms import Causal, Columns, Dense, Full, KeyLengths, KeyRange, QueryLengths
+from attn_dispatch.ir.masks import And, Mask
+from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.scores import Bias
+
+__all__ = ["MASK_FEATURES", "additive_mask", "boolean_mask", "differentiable_twice", "is_causal_only", "patch_dead_rows"]
+
+# The masks that these backends turn into one mask tensor themselves, at the cost of [.., Sq or 1, Skv] elements.
+# Whatever would cost Sq x Skv to build goes through the rewrite densify_mask, so that explain shows it.
+MASK_FEATURES = frozenset(
+    {
+        *("mask:Full", "mask:Causal", "mask:Dense", "mask:Columns", "mask:KeyLengths", "mask:KeyRange"),
+        *("mask:QueryLengths", "mask:And", "combine:And"),
+    }
+)
+
+
+def is_causal_only(op: AttentionOp) -> bool:
+    """The mask is Causal, or Causal with nothing else: the kernel's own flag serves it."""
+    return isinstance(op.mask, Causal)
+
+
+def mask_parts(op: AttentionOp) -> list[Mask]:
+    """The parts of a conjunction, without Full."""
+    parts = op.mask.args if isinstance(op.mask, And) else (op.mask,)
+    return [part for part in parts if not isinstance(part, Full)]
+
+
+def boolean_mask(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor | None:
+    """All masks of the op as one boolean tensor ``[B|1, H|1, Sq|1, Skv]``; None when there is none."""
+    out = None
+    for part in mask_parts(op):
+        assert isinstance(part, (Causal, Dense, Columns, KeyLengths, KeyRange, QueryLengths)), part
+        allowed = part.allowed(reference.positions(op, q, k, t))
+        out = allowed if out is None else out & allowed
+    return None if out is None else out[(None,) * (4 - out.ndim)]
+
+
+def additive_mask(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor | None:
+    """All masks and biases of the op as one float tensor in q's dtype (fp32 biases stay fp32 for half precision)."""
+    allowed = boolean_mask(op, q, k, t)
+    biases = [t[term.bias.name] for term in op.score if isinstance(term, Bias)]
+    if not biases:
+        if allowed is None:
+            return None
+        return torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill_(~allowed, -math.inf)
+    total = biases[0]
+    for bias in biases[1:]:
+        total = total + bias
+    total = total[(None,) * (4 - total.ndim)]
+    return total if allowed is None else torch.where(allowed, total, -math.inf)
+
+
+def patch_dead_rows(lse: torch.Tensor, additive: torch.Tensor | None) -> torch.Tensor:
+    """Set the log-sum-exp of empty rows to -inf. The CPU flash kernel says 0.0 there, which would corrupt a merge."""
+    if additive is None:
+        return lse
+    return torch.where(torch.isneginf(additive).all(-1), -math.inf, lse)
+
+
+def differentiable_twice(
+    op: AttentionOp, out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands
+) -> torch.Tensor:
+    """Give a fused kernel's output gradients of gradients, by recomputing in eager when they are asked for.
+
+    The fused backward is not differentiable itself ("derivative for ... is not implemented"). A hook on its autograd
+    node sees ``create_graph=True`` as grad mode being on, and only then hands back differentiable gradients.
+    """
+    node = out.grad_fn
+    if node is None:
+        return out
+    inputs = (q, k, v)
+
+    def recompute(
+        grad_inputs: tuple[torch.Tensor | None, ...], grad_outputs: tuple[torch.Tensor | None, ...]
+    ) -> tuple[torch.Tensor | None, ...] | None:
+        if not torch.is_grad_enabled() or grad_outputs[0] is None:
+            return None
+        again = reference.attention(op, q, k, v, t).out
+        wanted = [i for i, g in enumerate(grad_inputs[:3]) if g is not None]
+        grads = torch.autograd.grad(again, [inputs[i] for i in wanted], grad_outputs[0], create_graph=True)
+        found = dict(zip(wanted, grads, strict=True))
+        return tuple(found.get(i, g) for i, g in enumerate(grad_inputs))
+
+    register: Callable[..., object] = node.register_hook
+    register(recompute)
+    return out

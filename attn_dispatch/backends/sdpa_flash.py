@@ -1,0 +1,120 @@
+"""``sdpa_flash``: torch's fused flash kernels, on the CPU and on CUDA. Their facts have little in common.
+
+The CPU kernel needs guarding (measured on torch 2.13): it kills the process for a size of 0, reads a non-contiguous last
+dimension wrongly, says lse 0.0 for an empty row, gives NaN for ``scale <= 0`` with its causal flag, and loses the NaN of
+a query row when there are fewer keys than one vector register holds. The limits and the executable below see to each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw, Run, dense_cost
+from attn_dispatch.backends.sdpa import (
+    MASK_FEATURES,
+    additive_mask,
+    differentiable_twice,
+    is_causal_only,
+    patch_dead_rows,
+)
+from attn_dispatch.capability import Capability, Limit, Reason
+from attn_dispatch.ir.atoms import Causal, Full
+from attn_dispatch.ir.ops import AttentionOp
+
+__all__ = ["SdpaFlash"]
+
+_WIDEST_VECTOR = 16  # float32 lanes of AVX-512
+_ONES = tuple(Limit(name, minimum=1) for name in ("B", "Hq", "Sq", "Skv", "D"))
+
+
+class SdpaFlash(Backend):
+    """``aten::_scaled_dot_product_flash_attention_for_cpu`` and ``aten::_scaled_dot_product_flash_attention``."""
+
+    name = "sdpa_flash"
+    tested = "cpu"
+    hints = {  # noqa: RUF012
+        "weights": 'backend="eager"',
+        "lse": 'backend="eager"',
+        "dropout": 'backend="sdpa_math"',
+        "grad:operands": 'backend="sdpa_math"',
+        "higher_order": 'backend="sdpa_math"',
+        "dv_differs": "pad_head_dim > sdpa_flash",
+    }
+    capabilities = (
+        Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+            features=MASK_FEATURES
+            | {"weight:Softmax", "score:Bias", "gqa", "lse", "grad", "scattered", "scale<=0"},
+            limits=_ONES,
+            notes="gradients of gradients by recomputation in eager; a scattered input is copied",
+        ),
+        Capability(
+            devices=frozenset({"cuda"}),
+            dtypes=frozenset({"float16", "bfloat16"}),
+            features=frozenset({"weight:Softmax", "mask:Full", "mask:Causal", "gqa", "dropout", "lse", "grad"}),
+            limits=(*_ONES, Limit("D", multiple_of=8, maximum=256, hint="pad_head_dim > sdpa_flash")),
+            notes="untested here; SM 8.0 or newer",
+        ),
+    )
+
+    def extra_reasons(self, op: AttentionOp) -> list[Reason]:
+        if op.device == "cpu" and is_causal_only(op) and op.effective_scale <= 0:
+            text = f"scale {op.effective_scale:g} <= 0 with is_causal gives NaN in this kernel"
+            return [Reason("limit", "scale", op.effective_scale, "> 0", "densify_mask > sdpa_flash", text)]
+        if op.device == "cuda" and is_causal_only(op) and op.Sq != op.Skv:
+            text = f"is_causal with Sq {op.Sq} != Skv {op.Skv}"
+            return [Reason("limit", "Sq", op.Sq, op.Skv, "", text)]
+        return []
+
+    def compile(self, op: AttentionOp) -> Executable:
+        return Executable(_compile_cpu(op) if op.device == "cpu" else _compile_cuda(op))
+
+    def estimate(self, op: AttentionOp) -> Cost:
+        # each query head reads its own keys again: the kernel does not share them inside a group
+        visited = 0.5 if is_causal_only(op) and op.Sq == op.Skv else 1.0
+        cost = dense_cost(op, visited)
+        again = op.query.itemsize * op.B * (op.Hq - op.Hkv) * op.Skv * (op.D + op.Dv)
+        masked = not isinstance(op.mask, (Full, Causal))
+        copies = 2.0 * op.key.itemsize * op.B * op.Hkv * op.Skv * (op.D + op.Dv) if "scattered" in op.features else 0.0
+        return Cost(cost.flops, cost.bytes + again + copies, 2.0 if masked else 1.0)
+
+
+def _compile_cpu(op: AttentionOp) -> Run:
+    kernel = torch._scaled_dot_product_flash_attention_for_cpu
+    scale, causal = op.effective_scale, is_causal_only(op)
+    keeps_nan = op.Skv >= _WIDEST_VECTOR  # with a mask tensor it keeps the NaN of a query row at every length
+    plain = isinstance(op.mask, (Full, Causal)) and not op.score and keeps_nan
+    scattered = "scattered" in op.features
+
+    def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+        if scattered:
+            q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
+        flag = causal and not op.score
+        mask = None if flag else additive_mask(op, q, k, t)
+        if mask is None and not keeps_nan:
+            mask = q.new_zeros((1, k.shape[2]))
+        out, lse = kernel(q, k, v, 0.0, flag, attn_mask=mask, scale=scale)
+        if op.grad:
+            out = differentiable_twice(op, out, q, k, v, t)
+        return Raw(out, patch_dead_rows(lse, mask)) if op.outputs.lse else out
+
+    if not plain or scattered or op.outputs.lse:
+        return masked
+    if op.grad:
+        return lambda q, k, v, t: differentiable_twice(op, kernel(q, k, v, 0.0, causal, scale=scale)[0], q, k, v, t)
+    return lambda q, k, v, t: kernel(q, k, v, 0.0, causal, scale=scale)[0]
+
+
+def _compile_cuda(op: AttentionOp) -> Run:
+    kernel = torch._scaled_dot_product_flash_attention
+    scale, causal, dropout_p = op.effective_scale, is_causal_only(op), op.dropout_p
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+        result = kernel(q, k, v, dropout_p, causal, False, scale=scale)
+        out = differentiable_twice(op, result[0], q, k, v, t) if op.grad and not dropout_p else result[0]
+        return Raw(out, result[1]) if op.outputs.lse else out
+
+    return run

@@ -1,0 +1,59 @@
+"""``sdpa_math``: torch's composite SDPA, matmul and softmax; differentiable to any order, takes every mask tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from attn_dispatch.backend import Backend, Cost, Executable, Operands, dense_cost
+from attn_dispatch.backends.sdpa import MASK_FEATURES, additive_mask, boolean_mask, is_causal_only
+from attn_dispatch.capability import Capability, Limit
+from attn_dispatch.ir.ops import AttentionOp
+
+__all__ = ["SdpaMath"]
+
+_ONES = tuple(Limit(name, minimum=1) for name in ("B", "Hq", "Sq", "Skv", "D"))
+
+
+class SdpaMath(Backend):
+    """``aten::_scaled_dot_product_attention_math``."""
+
+    name = "sdpa_math"
+    tested = "cpu"
+    hints = {"lse": 'backend="eager"', "weights": 'backend="eager"'}  # noqa: RUF012
+    capabilities = (
+        Capability(
+            devices=frozenset({"cpu", "cuda"}),
+            dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+            features=MASK_FEATURES
+            | {
+                *("weight:Softmax", "score:Bias", "gqa", "dv_differs", "dropout", "grad", "grad:operands"),
+                *("higher_order", "traced", "scattered", "scale<=0"),
+            },
+            limits=_ONES,
+            exportable=True,
+            notes="materialises [B, Hq, Sq, Skv] and repeats kv heads",
+        ),
+    )
+
+    def compile(self, op: AttentionOp) -> Executable:
+        scale, gqa, dropout_p, causal = op.effective_scale, op.groups != 1, op.dropout_p, is_causal_only(op)
+        has_bias = bool(op.score)
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+            if causal and not has_bias:
+                mask = None
+            else:
+                mask = additive_mask(op, q, k, t) if has_bias else boolean_mask(op, q, k, t)
+            mask = mask.to(q.dtype) if mask is not None and mask.is_floating_point() else mask
+            return torch._scaled_dot_product_attention_math(
+                q, k, v, mask, dropout_p, causal and not has_bias, None, scale=scale, enable_gqa=gqa
+            )[0]
+
+        return Executable(run)
+
+    def estimate(self, op: AttentionOp) -> Cost:
+        cost = dense_cost(op, materialised=6)
+        repeated = 2.0 * op.query.itemsize * op.B * op.Hq * op.Skv * (op.D + op.Dv) if op.groups != 1 else 0.0
+        return Cost(cost.flops, cost.bytes + repeated, 6)

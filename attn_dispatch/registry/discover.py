@@ -1,0 +1,190 @@
+"""Discovery: find the plugins, ask each for its backends and rewrites, set the broken ones aside.
+
+1. Entry points are loaded one by one (pluggy's own loader stops at the first broken one), in the order of their names,
+   so that nothing depends on the order of installation; the built-in ones first.
+2. What fails to import, to answer, or to validate is quarantined with its traceback.
+3. A name that is already taken is refused to the second plugin: a built-in keeps its name, and of two strangers both
+   lose it, since neither order of installation may decide.
+"""
+
+from __future__ import annotations
+
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+import pluggy
+
+from attn_dispatch.backend import Backend
+from attn_dispatch.errors import PluginWarning, UnknownBackendError
+from attn_dispatch.registry import hookspecs
+from attn_dispatch.rewrites.base import Rewrite
+
+__all__ = ["Quarantined", "Registry", "current", "discover", "reset"]
+
+_BUILTIN = "attn-dispatch"
+
+
+@dataclass(frozen=True)
+class Quarantined:
+    """A plugin, or a part of it, that is not used.
+
+    Args:
+        name: entry point or backend name; distribution: package and version that brought it; error: the cause in one
+            line; details: the traceback, empty when there was no exception.
+    """
+
+    name: str
+    distribution: str
+    error: str
+    details: str = ""
+
+
+@dataclass(frozen=True)
+class Registry:
+    """What is registered, in order; frozen, so that a plan made with it stays true.
+
+    Args:
+        backends, rewrites: by name. origins: distribution and version by backend or rewrite name.
+    """
+
+    backends: dict[str, Backend] = field(default_factory=dict)
+    rewrites: dict[str, Rewrite] = field(default_factory=dict)
+    origins: dict[str, str] = field(default_factory=dict)
+    quarantined: tuple[Quarantined, ...] = ()
+    known_bad: tuple[dict[str, Any], ...] = ()
+
+    def backend(self, name: str) -> Backend:
+        """The backend of that name.
+
+        Raises:
+            UnknownBackendError: there is none; the message names the nearest, or why its plugin is quarantined.
+        """
+        if name in self.backends:
+            return self.backends[name]
+        raise UnknownBackendError(self.unknown(name))
+
+    def unknown(self, name: str) -> str:
+        """What to say about a name that is not registered."""
+        import difflib
+
+        for broken in self.quarantined:
+            if broken.name == name or name in broken.error.split():
+                return f"backend {name!r} is quarantined ({broken.distribution}): {broken.error}"
+        near = difflib.get_close_matches(name, [*self.backends, *self.rewrites], n=1)
+        guess = f"; did you mean {near[0]!r}?" if near else ""
+        return f"there is no backend {name!r}{guess} Registered: {', '.join(self.backends)}"
+
+
+_lock = threading.RLock()
+_current: Registry | None = None
+
+
+def current() -> Registry:
+    """The registry of this process; discovery happens at the first call."""
+    global _current
+    if _current is None:
+        with _lock:
+            if _current is None:
+                _current = discover()
+    return _current
+
+
+def reset(registry: Registry | None = None) -> None:
+    """Forget the registry (or put another in its place); for tests and for plugins installed at run time."""
+    global _current
+    with _lock:
+        _current = registry
+    for forget in on_reset:
+        forget()
+
+
+on_reset: list[Callable[[], None]] = []  # caches that hold plans of the registry add their clear function here
+
+
+def discover(extra: Iterable[tuple[str, Any]] = ()) -> Registry:
+    """Load all entry points of the group, and the ``(name, plugin object)`` pairs of ``extra``, into a new registry."""
+    collector = _Collector()
+    points = sorted(entry_points(group=hookspecs.GROUP), key=lambda e: (_origin(e).split()[0] != _BUILTIN, e.name))
+    seen: set[str] = set()
+    for point in points:
+        if point.value in seen:  # one distribution may be listed twice, by a wheel and an editable install
+            continue
+        seen.add(point.value)
+        collector.load(point.name, _origin(point), point.load)
+    for name, plugin in extra:
+        collector.load(name, f"{name} (given in code)", lambda plugin=plugin: plugin)
+    return collector.finish()
+
+
+def _origin(point: EntryPoint) -> str:
+    return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown distribution"
+
+
+class _Collector:
+    def __init__(self) -> None:
+        self.backends: dict[str, tuple[Backend, str]] = {}
+        self.rewrites: dict[str, tuple[Rewrite, str]] = {}
+        self.known_bad: list[dict[str, Any]] = []
+        self.quarantined: list[Quarantined] = []
+
+    def load(self, name: str, origin: str, get: Callable[[], Any]) -> None:
+        """Load one plugin and take what it offers; whatever goes wrong is set aside under its name."""
+        try:
+            manager = pluggy.PluginManager(hookspecs.GROUP)
+            manager.add_hookspecs(hookspecs)
+            manager.register(get(), name)
+            manager.check_pending()
+            backends = [b for part in manager.hook.attn_dispatch_backends() for b in part]
+            rewrites = [r for part in manager.hook.attn_dispatch_rewrites() for r in part]
+            known_bad = [e for part in manager.hook.attn_dispatch_known_bad() for e in part]
+            for backend in backends:
+                _validate(backend, Backend)
+            for rewrite in rewrites:
+                _validate(rewrite, Rewrite)
+        except KeyboardInterrupt:
+            raise
+        except BaseException as error:  # noqa: BLE001 - a plugin may raise anything, SystemExit included; it is recorded
+            self.set_aside(name, origin, f"{type(error).__name__}: {error}", traceback.format_exc())
+            return
+        for thing, table in [*((b, self.backends) for b in backends), *((r, self.rewrites) for r in rewrites)]:
+            self._take(thing, table, origin)  # type: ignore[arg-type]
+        self.known_bad += known_bad
+
+    def _take(self, thing: Any, table: dict[str, tuple[Any, str]], origin: str) -> None:
+        if thing.name not in table:
+            table[thing.name] = (thing, origin)
+            return
+        first = table[thing.name][1]
+        if first.split()[0] != _BUILTIN:
+            table.pop(thing.name)
+            self.set_aside(thing.name, first, f"the name {thing.name} is also taken by {origin}")
+        self.set_aside(thing.name, origin, f"the name {thing.name} is already taken by {first}")
+
+    def set_aside(self, name: str, origin: str, error: str, details: str = "") -> None:
+        self.quarantined.append(Quarantined(name, origin, error, details))
+        text = f"attn_dispatch plugin {name!r} ({origin}) is not used: {error}. Details: attn-dispatch doctor"
+        warnings.warn(text, PluginWarning, stacklevel=2)
+
+    def finish(self) -> Registry:
+        tables = (self.backends, self.rewrites)
+        return Registry(
+            {name: thing for name, (thing, _) in self.backends.items()},
+            {name: thing for name, (thing, _) in sorted(self.rewrites.items(), key=lambda kv: kv[1][0].order)},
+            {name: origin for table in tables for name, (_, origin) in table.items()},
+            tuple(self.quarantined),
+            tuple(self.known_bad),
+        )
+
+
+def _validate(thing: Any, kind: type) -> None:
+    if not isinstance(thing, kind):
+        raise TypeError(f"{thing!r} is not a {kind.__name__}")
+    if not (isinstance(thing.name, str) and thing.name.isidentifier()):
+        raise ValueError(f"{type(thing).__name__}.name must be an identifier, got {thing.name!r}")
+    if isinstance(thing, Backend) and not thing.capabilities:
+        raise ValueError(f"backend {thing.name!r} declares no capabilities")

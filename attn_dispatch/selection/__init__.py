@@ -1,0 +1,1 @@
+"""Choosing: enumerate candidates, order them by precedence and cost, say why."""

@@ -1,0 +1,160 @@
+"""Which candidate runs an op, and why.
+
+Precedence, first that speaks:
+
+1. the call's own ``backend=`` argument;
+2. `dispatch.use` around the call;
+3. YAML pins, in file order, the first that matches;
+4. the tuned store;
+5. the heuristic cost.
+
+1, 2 (with ``require=True``) and pins with ``mode: require`` are explicit: they never fall back. When none of the names
+they give can run the op, `NoBackendError` says what was asked and why each refused. A preference (``require=False``,
+``mode: prefer``) falls through to the next source and warns once with the reason.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from attn_dispatch.capability import Reason
+from attn_dispatch.errors import FallbackWarning, NoBackendError
+from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.registry import Registry
+from attn_dispatch.selection.candidates import Candidate, enumerate_candidates, parse_name
+from attn_dispatch.selection.heuristics import estimate_us
+
+__all__ = ["Decision", "Request", "decide", "ranked"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What somebody asked for.
+
+    Args:
+        names: backends or chains, in order of preference.
+        source: who asked, for `explain`: ``"call argument"``, ``"dispatch.use"``, ``"pin configs/x.yaml:4"``.
+        require: never fall back.
+    """
+
+    names: tuple[str, ...]
+    source: str
+    require: bool = True
+
+
+@dataclass(frozen=True)
+class Decision:
+    """The choice for an op.
+
+    Args:
+        chosen: the candidate that runs.
+        source: ``"call argument"``, ``"dispatch.use"``, ``"pin ..."``, ``"tuned"`` or ``"heuristic"``.
+        why: one line for people.
+        legal: all candidates that could run it, best first, with the estimate in microseconds.
+        refused: reasons by candidate name; rewrites that do not apply stand under their own name.
+        notes: preferences that could not be met.
+    """
+
+    chosen: Candidate
+    source: str
+    why: str
+    legal: tuple[tuple[Candidate, float], ...]
+    refused: dict[str, tuple[Reason, ...]] = field(default_factory=dict, compare=False)
+    notes: tuple[str, ...] = ()
+
+
+# Tuned results: op -> candidate names, best first; None for a miss. The store (issue 3) plugs in here.
+TunedLookup = Callable[[AttentionOp], Sequence[str] | None]
+
+
+def ranked(
+    op: AttentionOp, registry: Registry
+) -> tuple[list[tuple[Candidate, float]], dict[str, tuple[Reason, ...]]]:
+    """Legal candidates with their estimates, best first, and the reasons of all others.
+
+    Ties go to the shorter chain, then to the order of the registry, so the order never depends on chance.
+    """
+    candidates, rewrites = enumerate_candidates(op, registry)
+    position = {name: n for n, name in enumerate(registry.backends)}
+    legal = [(c, estimate_us(c, op)) for c in candidates if not c.reasons]
+    legal.sort(key=lambda pair: (pair[1], len(pair[0].chain.names), position[pair[0].backend.name]))
+    refused = {c.name: c.reasons for c in candidates if c.reasons}
+    return legal, refused | {f"{name} >": (reason,) for name, reason in rewrites.items()}
+
+
+def decide(
+    op: AttentionOp,
+    registry: Registry,
+    requests: Sequence[Request] = (),
+    tuned: TunedLookup | None = None,
+) -> Decision:
+    """Choose, by the precedence of the module's docstring.
+
+    Args:
+        op: a canonical op. requests: explicit wishes, strongest first. tuned: the store's lookup.
+
+    Raises:
+        NoBackendError: an explicit request cannot be met, or nothing can run the op.
+        UnknownBackendError: a request names what nobody registered.
+    """
+    legal, refused = ranked(op, registry)
+    notes: list[str] = []
+    for request in requests:
+        found = next((c for name in request.names if (c := _matching(name, legal, registry)) is not None), None)
+        if found is not None:
+            why = f"asked for by {request.source}"
+            return Decision(found, request.source, why, tuple(legal), refused, tuple(notes))
+        reasons = {n: refused.get(n, ()) for n in request.names}
+        if request.require:
+            raise NoBackendError(_report(op, request, reasons, legal), {n: list(r) for n, r in reasons.items()})
+        notes.append(f"{request.source} prefers {', '.join(request.names)}, which cannot run it: {_brief(reasons)}")
+        warnings.warn(notes[-1], FallbackWarning, stacklevel=2)
+    if not legal:
+        alone = {n: r for n, r in refused.items() if ">" not in n}
+        raise NoBackendError(_report(op, None, alone, legal), {n: list(r) for n, r in refused.items()})
+    by_name = {c.name: c for c, _ in legal}
+    for name in (tuned(op) if tuned is not None else None) or ():
+        if name in by_name:
+            return Decision(by_name[name], "tuned", "fastest measured", tuple(legal), refused, tuple(notes))
+    best, time_us = legal[0]
+    why = f"lowest estimate, {time_us:.0f} us"
+    return Decision(best, "heuristic", why, tuple(legal), refused, tuple(notes))
+
+
+def _matching(name: str, legal: Sequence[tuple[Candidate, float]], registry: Registry) -> Candidate | None:
+    """The candidate that a name asks for: a chain exactly; a backend alone in its plain form, else its best chain."""
+    rewrites, backend = parse_name(name, registry)
+    exact = " > ".join((*rewrites, backend))
+    by_name = {c.name: c for c, _ in legal}
+    if exact in by_name:
+        return by_name[exact]
+    if rewrites:
+        return None
+    return next((c for c, _ in legal if c.backend.name == backend), None)
+
+
+def _brief(reasons: dict[str, tuple[Reason, ...]]) -> str:
+    return "; ".join(f"{name}: {', '.join(map(str, why)) or 'not applicable'}" for name, why in reasons.items())
+
+
+def _report(
+    op: AttentionOp,
+    request: Request | None,
+    reasons: dict[str, tuple[Reason, ...]],
+    legal: Sequence[tuple[Candidate, float]],
+) -> str:
+    """The message of a `NoBackendError`: what was asked, why each refused, what to try."""
+    head = "no backend can run this attention"
+    if request is not None:
+        head = f"{' or '.join(request.names)}, asked for by {request.source}, cannot run this attention"
+    width = max([len(n) for n in reasons] + [10])
+    lines = [head, f"  {'asked':<{width}}  {op}"]
+    for name, why in reasons.items():
+        lines += [f"  {name if n == 0 else '':<{width}}  {reason}" for n, reason in enumerate(why)]
+        lines += [] if why else [f"  {name:<{width}}  its rewrites do not apply here"]
+    if legal:
+        lines.append(f"  {'try':<{width}}  backend={legal[0][0].name!r}, or leave backend out")
+    lines.append(f"  {'details':<{width}}  dispatch.explain(...) with the same arguments")
+    return "\n".join(lines)

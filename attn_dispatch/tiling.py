@@ -1,0 +1,164 @@
+"""Cut an op into blocks of query rows, each with the only keys that they may attend.
+
+The one loop behind the rewrites `bands` and `tile_queries` and the backend `blocked`. Keys are sliced, not gathered, so
+a tile costs no copy; a tile that attends nothing is not computed at all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from attn_dispatch import reference
+from attn_dispatch.backend import Operands
+from attn_dispatch.ir.atoms import Causal, Full
+from attn_dispatch.ir.masks import FULL
+from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.scores import Bias
+
+__all__ = ["Tile", "join_rows", "key_span", "query_tiles", "slice_bias"]
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Query rows ``rows`` with keys ``keys``, both half-open; ``q_offset`` of row 0 of the tile within its keys."""
+
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+    q_offset: int
+
+    @property
+    def is_empty(self) -> bool:
+        """These rows attend nothing."""
+        return self.keys[0] >= self.keys[1]
+
+
+def query_tiles(op: AttentionOp, sq: int, skv: int, offset: int, block: int, t: Operands) -> Iterator[Tile]:
+    """All tiles of ``block`` query rows, with the key interval of each."""
+    for start in range(0, sq, block):
+        stop = min(sq, start + block)
+        lo, hi = op.mask.key_interval((start, stop), skv, offset, t)
+        yield Tile((start, stop), (lo, hi), offset + start - lo)
+
+
+def key_span(op: AttentionOp, block: int) -> tuple[int, float]:
+    """(widest, mean) number of keys that a tile of ``block`` rows needs, from what the mask says without tensors."""
+    offset = op.static_offset() or 0
+    tiles = list(query_tiles(op, op.Sq, op.Skv, offset, block, {}))
+    spans = [tile.keys[1] - tile.keys[0] for tile in tiles]
+    return (max(spans, default=0), sum(spans) / max(len(spans), 1))
+
+
+class TileBias:
+    """The mask and biases of tiles as additive tensors; a tile that looks like one before is not built again.
+
+    Masks that move with the query (causal, windows, strides) look the same in every interior tile, so most are built
+    once per call.
+    """
+
+    def __init__(self, op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands) -> None:
+        self._op, self._q, self._k, self._t = op, q, k, t
+        self._offset = reference.offset_of(op, q.shape[2], k.shape[2], t)
+        self._moves = all(atom.positional and not atom.refs() for atom in _leaves(op)) and _shift_invariant(op)
+        self._seen: dict[tuple[int, ...], torch.Tensor | None] = {}
+
+    def __call__(self, tile: Tile) -> torch.Tensor | None:
+        """The additive mask ``[.., rows, keys]`` in q's dtype; None when every pair of the tile attends."""
+        looks = (tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0], tile.q_offset)
+        if not self._moves:
+            return self._build(tile)
+        if looks not in self._seen:
+            self._seen[looks] = self._build(tile)
+        return self._seen[looks]
+
+    def _build(self, tile: Tile) -> torch.Tensor | None:
+        if isinstance(self._op.mask, Full) or self._is_full(tile):
+            return None
+        sq, skv = self._q.shape[2], self._k.shape[2]
+        allowed = self._op.mask.dense(sq, skv, self._offset, self._t, self._q.device, rows=tile.rows)
+        allowed = allowed[..., tile.keys[0] : tile.keys[1]]
+        allowed = allowed[(None,) * (4 - allowed.ndim)]
+        zeros = torch.zeros(allowed.shape, dtype=self._q.dtype, device=self._q.device)
+        return zeros.masked_fill_(~allowed, -math.inf)
+
+    def _is_full(self, tile: Tile) -> bool:
+        if not self._moves:
+            return False
+        rows, keys = tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0]
+        states = self._op.mask.tiles(rows, keys, rows, keys, tile.q_offset)
+        return bool((states == FULL).all())
+
+
+def _leaves(op: AttentionOp) -> list:
+    return [atom for atom in op.mask.atoms() if type(atom).__name__ != "Not"]
+
+
+def _shift_invariant(op: AttentionOp) -> bool:
+    """The mask depends on the distance of query and key alone, not on where they stand."""
+    return all(type(atom).__name__ in ("Causal", "Window", "Stride", "Full") for atom in _leaves(op))
+
+
+def slice_bias(x: torch.Tensor, tile: Tile) -> torch.Tensor:
+    """The part of a bias ``[.., Sq|1, Skv|1]`` that belongs to a tile."""
+    if x.shape[-2] != 1:
+        x = x[..., tile.rows[0] : tile.rows[1], :]
+    return x[..., tile.keys[0] : tile.keys[1]] if x.shape[-1] != 1 else x
+
+
+def slice_terms(op: AttentionOp, tile: Tile, t: Operands) -> dict[str, torch.Tensor]:
+    """The op's operands with every bias cut to a tile."""
+    biases = {term.bias.name for term in op.score if isinstance(term, Bias)}
+    return {name: slice_bias(x, tile) if name in biases else x for name, x in t.items()}
+
+
+def join_rows(
+    parts: Iterator[tuple[Tile, torch.Tensor | None]], q: torch.Tensor, last: int, fill: float, keep_graph: bool
+) -> torch.Tensor:
+    """Put the tiles' results together along the rows; an empty tile is filled with ``fill``.
+
+    Without gradients the parts are written into one preallocated result, so that two copies never exist at once.
+    """
+    shape = q.shape[:3] if last == 0 else (*q.shape[:3], last)
+    pieces: list[torch.Tensor] = []
+    out: torch.Tensor | None = None
+    for tile, part in parts:
+        rows = tile.rows[1] - tile.rows[0]
+        if part is None:
+            sizes = (*shape[:2], rows, *shape[3:])
+            part = torch.full(sizes, fill, dtype=q.dtype if last else torch.float32, device=q.device)
+            if keep_graph and last:  # connected to the query, so that its gradient is 0 and not missing
+                part = part + q[:, :, tile.rows[0] : tile.rows[1], :0].sum(-1, keepdim=True)
+        if keep_graph:
+            pieces.append(part)
+            continue
+        if out is None:
+            out = torch.empty(shape, dtype=part.dtype, device=q.device)
+        out[:, :, tile.rows[0] : tile.rows[1]] = part
+    if keep_graph:
+        return torch.cat(pieces, 2)
+    assert out is not None
+    return out
+
+
+def tile_by_block(op: AttentionOp) -> int:
+    """Rows per tile: near the width of what a row may see, so that little beyond it is computed.
+
+    A tile of b rows with a band of w keys costs b * (w + b) for b * w pairs: small b wastes launches, large b pairs.
+    """
+    return max(64, min(512, 1 << max(_band_width(op) - 1, 1).bit_length()))
+
+
+def _band_width(op: AttentionOp) -> int:
+    middle = op.Sq // 2
+    offset = op.static_offset() or 0
+    lo, hi = op.mask.key_interval((middle, middle + 1), op.Skv, offset, {})
+    return hi - lo
+
+
+def is_causal_blocks(op: AttentionOp) -> bool:
+    """Chunked causal attention whose blocks start at row 0: each block is a small causal square of its own."""
+    names = sorted(type(atom).__name__ for atom in op.mask.atoms())
+    return names == ["Causal", "SameBlock"] and op.q_offset == 0 and isinstance(op.mask.atoms()[0], Causal)

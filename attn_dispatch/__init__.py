@@ -1,1 +1,32 @@
-"""Write attention once."""
+"""Write attention once; it runs on the fastest kernel proven correct for that op on that hardware.
+
+``from attn_dispatch import dispatch, masks, variants``; `attention` is ``dispatch.attention``.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from attn_dispatch import dispatch, integrations, masks, variants
+    from attn_dispatch.dispatch import attention, explain, plan, use
+
+__all__ = ["__version__", "attention", "dispatch", "explain", "integrations", "masks", "plan", "use", "variants"]
+
+__version__ = "0.1.0"
+
+_MODULES = ("dispatch", "integrations", "masks", "variants")
+_FUNCTIONS = ("attention", "explain", "plan", "use")
+
+
+def __getattr__(name: str) -> Any:  # importing the package costs nothing until a name of it is used
+    if name in _MODULES:
+        return importlib.import_module(f"attn_dispatch.{name}")
+    if name in _FUNCTIONS:
+        return getattr(importlib.import_module("attn_dispatch.dispatch"), name)
+    raise AttributeError(f"module 'attn_dispatch' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -189,6 +189,10 @@ class _Builder:
         self.prepare[name] = step
         return Ref(name)
 
+    def restrict(self, mask: Mask) -> None:
+        """Attend only what this mask allows too."""
+        self.mask = mask if isinstance(self.mask, Full) else self.mask & mask
+
     # --- numbers ---------------------------------------------------------------------------------------------------
 
     def check_numbers(self) -> None:
@@ -209,14 +213,14 @@ class _Builder:
     def add_mask(self) -> None:
         options = self.options
         if options.is_causal:
-            self.mask = self.mask & Causal()
+            self.restrict(Causal())
         if options.window is not None:
             self.add_window(options.window)
         if options.mask == "tensor":
             self.add_mask_tensor(self.named["attn_mask"])
         elif isinstance(options.mask, Mask):
             self.check_mask_operands(options.mask)
-            self.mask = self.mask & options.mask
+            self.restrict(options.mask)
             if options.mask.positional:
                 self.end_aligned.append("attn_mask")
 
@@ -227,7 +231,7 @@ class _Builder:
             self.fail(f"window must be (left, right), each >= 0, or None (or -1) for unbounded; got {window}", remedy)
         left, right = (None if end in (None, -1) else end for end in window)
         if (left, right) != (None, None):
-            self.mask = self.mask & Window(left, right)
+            self.restrict(Window(left, right))
             self.end_aligned.append("window")
 
     def add_mask_tensor(self, mask: torch.Tensor) -> None:
@@ -241,11 +245,9 @@ class _Builder:
         packed = view(mask)
         if packed.shape[2] == 1 and packed.shape[1] == 1:  # says something of keys alone: a whole column is in or out
             shared = packed.shape[0] == 1
-            self.mask = self.mask & Columns(
-                self.bind("attn_mask", lambda m: view(m)[0 if shared else slice(None), 0, 0])
-            )
+            self.restrict(Columns(self.bind("attn_mask", lambda m: view(m)[0 if shared else slice(None), 0, 0])))
         else:
-            self.mask = self.mask & Dense(self.bind("attn_mask", view))
+            self.restrict(Dense(self.bind("attn_mask", view)))
 
     def check_mask_operands(self, mask: Mask) -> None:
         for name in mask.refs():
@@ -272,7 +274,7 @@ class _Builder:
                 lo, hi = int(lengths.min()), int(lengths.max())
                 if lo < 0 or hi > limit:
                     self.fail(f"{name} must be in [0, {limit}], got {lo if lo < 0 else hi}")
-            self.mask = self.mask & atom(self.bind(name))
+            self.restrict(atom(self.bind(name)))
 
     def resolve_offset(self) -> int | str | Ref:
         """Where query row 0 stands, by DESIGN section 2; 0 when no part of the mask has positions."""

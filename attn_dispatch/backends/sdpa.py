@@ -18,7 +18,14 @@ from attn_dispatch.ir.masks import And, Mask
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Bias
 
-__all__ = ["MASK_FEATURES", "additive_mask", "boolean_mask", "differentiable_twice", "is_causal_only", "patch_dead_rows"]
+__all__ = [
+    "MASK_FEATURES",
+    "additive_mask",
+    "boolean_mask",
+    "differentiable_twice",
+    "is_causal_only",
+    "patch_dead_rows",
+]
 
 # The masks that these backends turn into one mask tensor themselves, at the cost of [.., Sq or 1, Skv] elements.
 # Whatever would cost Sq x Skv to build goes through the rewrite densify_mask, so that explain shows it.

@@ -41,7 +41,9 @@ class SdpaCudnn(Backend):
         if is_causal_only(op) and op.Sq != op.Skv:
             text = f"is_causal with Sq {op.Sq} != Skv {op.Skv}"
             reasons.append(Reason("limit", "Sq", op.Sq, op.Skv, "", text))
-        if device.cuda_arch() == "sm100" and op.Hkv < 8:  # wrong output, https://github.com/pytorch/pytorch/issues/193893
+        if (
+            device.cuda_arch() == "sm100" and op.Hkv < 8
+        ):  # wrong output, https://github.com/pytorch/pytorch/issues/193893
             text = f"Hkv {op.Hkv} < 8 on sm100 is wrong in cuDNN (pytorch#193893)"
             reasons.append(Reason("known_bad", "Hkv", op.Hkv, ">= 8", "", text))
         return reasons

@@ -46,8 +46,7 @@ class SdpaFlash(Backend):
         Capability(
             devices=frozenset({"cpu"}),
             dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
-            features=MASK_FEATURES
-            | {"weight:Softmax", "score:Bias", "gqa", "lse", "grad", "scattered", "scale<=0"},
+            features=MASK_FEATURES | {"weight:Softmax", "score:Bias", "gqa", "lse", "grad", "scattered", "scale<=0"},
             limits=_ONES,
             notes="gradients of gradients by recomputation in eager; a scattered input is copied",
         ),

@@ -58,12 +58,16 @@ class TileQueries(Rewrite):
             return reason
         if op.Sq < 2 * self.block:
             return not_useful(f"Sq {op.Sq} < {2 * self.block}")
+        if not isinstance(Bands().apply(op), Reason):
+            return not_useful("bands cuts this mask better")
         return _tiled(op, self.block)
 
 
 def _illegal(op: AttentionOp) -> Reason | None:
     if op.traced:
-        return Reason("feature", "traced", True, False, text="the tiles depend on the lengths, which are not known here")
+        return Reason(
+            "feature", "traced", True, False, text="the tiles depend on the lengths, which are not known here"
+        )
     if not isinstance(op.weight, Softmax):
         return Reason("feature", op.weight.feature, text="only softmax rows are independent of how keys are cut")
     if isinstance(op.q_offset, Ref):

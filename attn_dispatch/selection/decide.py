@@ -69,9 +69,7 @@ class Decision:
 TunedLookup = Callable[[AttentionOp], Sequence[str] | None]
 
 
-def ranked(
-    op: AttentionOp, registry: Registry
-) -> tuple[list[tuple[Candidate, float]], dict[str, tuple[Reason, ...]]]:
+def ranked(op: AttentionOp, registry: Registry) -> tuple[list[tuple[Candidate, float]], dict[str, tuple[Reason, ...]]]:
     """Legal candidates with their estimates, best first, and the reasons of all others.
 
     Ties go to the shorter chain, then to the order of the registry, so the order never depends on chance.

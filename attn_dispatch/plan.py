@@ -1,0 +1,225 @@
+"""A `Plan` is a decided and compiled op; `make_plan` makes one, and remembers the decision for its whole bucket."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+
+from attn_dispatch import reference
+from attn_dispatch.backend import Operands, Raw, Run
+from attn_dispatch.errors import BackendError, InputError
+from attn_dispatch.frontend import Binding
+from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.passes import Step, canonicalise
+from attn_dispatch.registry import Registry, current
+from attn_dispatch.registry.discover import on_reset
+from attn_dispatch.selection.candidates import build, rebuild
+from attn_dispatch.selection.decide import Decision, Request, decide
+
+__all__ = ["Plan", "PlanCache", "WithLse", "WithLseWeights", "WithWeights", "decisions", "make_plan"]
+
+
+class WithLse(NamedTuple):
+    """What ``return_lse=True`` returns: lse is ``[B, Hq, Sq]`` in fp32 (fp64 for fp64)."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+
+
+class WithWeights(NamedTuple):
+    """What ``return_weights=True`` returns: weights are ``[B, Hq, Sq, Skv]``, before dropout."""
+
+    out: torch.Tensor
+    weights: torch.Tensor
+
+
+class WithLseWeights(NamedTuple):
+    """What both return together."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    weights: torch.Tensor
+
+
+class PlanCache:
+    """A bounded, thread-safe map from what was asked (a canonical op in its bucket, and the requests) to a decision.
+
+    The least recently used entry goes first. Lookups of a warm call do not come here: see `attn_dispatch.routes`.
+
+    Args:
+        size: number of decisions kept.
+    """
+
+    def __init__(self, size: int = 4096) -> None:
+        self._size = size
+        self._entries: OrderedDict[Any, Decision] = OrderedDict()
+        self._lock = threading.RLock()  # re-entrant: a backend may call attention while it is compiled
+        self.misses = 0
+
+    def get(self, key: Any) -> Decision | None:
+        """The decision for a key, or None."""
+        with self._lock:
+            found = self._entries.get(key)
+            if found is None:
+                self.misses += 1
+            else:
+                self._entries.move_to_end(key)
+            return found
+
+    def put(self, key: Any, decision: Decision) -> None:
+        """Keep a decision; the oldest ones go when there are too many."""
+        with self._lock:
+            self._entries[key] = decision
+            while len(self._entries) > self._size:
+                self._entries.popitem(last=False)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._entries.clear()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+decisions = PlanCache()
+on_reset.append(decisions.clear)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A decided and compiled attention, to be called with tensors like those it was made for.
+
+    Args:
+        op: the canonical op. decision: what runs it and why. trace: the passes that changed it.
+        run: ``(query, key, value, operands) -> result`` on the caller's own shapes.
+    """
+
+    op: AttentionOp
+    decision: Decision
+    trace: tuple[Step, ...]
+    binding: Binding
+    run: Run = field(repr=False)
+    tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+
+    def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **tensors: torch.Tensor) -> Any:
+        """Run the plan.
+
+        Args:
+            query, key, value: of the shapes and dtype that the plan was made for.
+            tensors: replace the mask, bias, lengths ... given when the plan was made, by argument name.
+
+        Raises:
+            InputError: the tensors are not those of the plan.
+        """
+        form, op = self.binding.form, self.binding.op
+        for name, x, desc in zip(
+            ("query", "key", "value"), form.pack(query, key, value), (op.query, op.key, op.value), strict=True
+        ):
+            if tuple(x.shape) != desc.shape or str(x.dtype) != f"torch.{desc.dtype}" or x.device.type != desc.device:
+                problem = (
+                    f"the plan was made for {name} {desc} on {desc.device}, got {list(x.shape)} {x.dtype} {x.device}"
+                )
+                raise InputError(problem, remedy="make another plan with dispatch.plan(...)")
+        if unknown := set(tensors) - set(self.tensors):
+            raise InputError(f"the plan has no operand {', '.join(sorted(unknown))}; it has {sorted(self.tensors)}")
+        return self.run(query, key, value, self.binding.operands({**self.tensors, **tensors}))
+
+    @property
+    def name(self) -> str:
+        """The candidate that runs, ``"fold_groups > sdpa_flash"``."""
+        return self.decision.chosen.name
+
+    def __str__(self) -> str:
+        return f"{self.name}  ({self.decision.source}: {self.decision.why})  {self.op}"
+
+
+def make_plan(binding: Binding, requests: Sequence[Request] = (), registry: Registry | None = None) -> Plan:
+    """Canonicalise, decide (or remember the bucket's decision) and compile.
+
+    A remembered decision is checked again on the true shape: when its candidate declines there, the next legal one in
+    its ranking runs, and an explicit request is decided anew so that it raises its own reasons.
+    """
+    registry = registry or current()
+    op, trace = canonicalise(binding.op)
+    decision = _decide_for_bucket(op, tuple(requests), registry)
+    run = build(decision.chosen, op).run
+    guarded = _guard_excluded(run, op, decision, registry)
+    return Plan(op, decision, trace, binding, _finish(guarded, op, binding))
+
+
+def _decide_for_bucket(op: AttentionOp, requests: tuple[Request, ...], registry: Registry) -> Decision:
+    typical = op.bucketed()
+    key = (typical, requests)
+    remembered = decisions.get(key)
+    if remembered is None:
+        remembered = decide(typical, registry, requests) if not requests else decide(op, registry, requests)
+        decisions.put(key, remembered)
+    names = [remembered.chosen.name]
+    if not requests:
+        names += [candidate.name for candidate, _ in remembered.legal if candidate.name != names[0]]
+    for name in names:
+        candidate = rebuild(name, op, registry)
+        if candidate is not None:
+            why = remembered.why if name == names[0] else f"{names[0]} declines this shape of its bucket"
+            return Decision(candidate, remembered.source, why, remembered.legal, remembered.refused, remembered.notes)
+    return decide(op, registry, requests)
+
+
+def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Registry) -> Run:
+    """Keep NaN and Inf in excluded keys from leaking: DESIGN section 2 forbids it for lengths, windows, blocks, segments.
+
+    A leak shows as a non-finite output (0 * NaN, -inf + NaN), so the output is looked at, which costs little, and only
+    then the op is run again by the specification. On a GPU looking would wait for the device: there excluded columns
+    are zeroed beforehand, and what a mask excludes per query is documented to leak.
+    """
+    if not op.mask.sanitises or decision.chosen.backend.name == "eager":
+        return run
+    if op.traced or op.device != "cpu":
+        if reference.column_masks(op.mask) is None:
+            return run
+        return lambda q, k, v, t: run(q, *reference.hide_columns(op.mask, k, v, t), t)
+    forms = ("bands > eager", "tile_queries > eager", "eager")  # the first that applies; long rows only fit in tiles
+    spare = next((c for name in forms if "eager" in registry.backends and (c := rebuild(name, op, registry))), None)
+    if spare is None:  # a registry without eager: nothing to fall back to
+        return run
+    exact: list[Run] = []
+
+    def guarded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+        result = run(q, k, v, t)
+        if reference.finite(result.out if isinstance(result, Raw) else result):
+            return result
+        if not exact:
+            exact.append(build(spare, op).run)
+        return exact[0](q, k, v, t)
+
+    return guarded
+
+
+def _finish(run: Run, op: AttentionOp, binding: Binding) -> Run:
+    """From the kernel's ``[B, H, S, D]`` to the caller's rank, layout and result type."""
+    form = binding.form
+    wants_lse, wants_weights = op.outputs.lse, op.outputs.weights
+    if form.is_plain and not wants_lse and not wants_weights:
+        return run
+
+    def finished(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, t: Operands) -> Any:
+        q, k, v = form.pack(query, key, value)
+        raw = run(q, k, v, t)
+        if not (wants_lse or wants_weights):
+            return form.unpack_out(raw)
+        if not isinstance(raw, Raw):
+            raise BackendError(f"a backend returned {type(raw).__name__} where Raw(out, lse, weights) was wanted")
+        out = form.unpack_out(raw.out)
+        lse = None if raw.lse is None else form.unpack(raw.lse)
+        weights = None if raw.weights is None else form.unpack(raw.weights)
+        if wants_lse and wants_weights:
+            return WithLseWeights(out, lse, weights)  # type: ignore[arg-type]
+        return WithLse(out, lse) if wants_lse else WithWeights(out, weights)  # type: ignore[arg-type]
+
+    return finished

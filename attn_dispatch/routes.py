@@ -1,0 +1,120 @@
+"""The warm path: from the arguments of a call to a compiled plan in about a microsecond.
+
+A table maps the options of a call (everything that is not a tensor) to a few routes. A route is a guard over the
+tensors and the plan's ``run``. The guard is torch's own `TensorGuards`, the C++ object with which Dynamo guards a
+graph: one call of 0.3 us compares type, dispatch keys (device, autocast, vmap, inference), dtype, requires_grad and
+grad mode, sizes and strides of all tensors. Reading the same facts in Python costs five times as much. It is not
+public, so `PythonGuard` says the same in plain Python and is used where it is missing.
+
+A length that grows by one each call (decode) does not add a route per length: the second length turns the route into
+one that leaves the key length open within its bucket.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from attn_dispatch.backend import Run
+from attn_dispatch.registry.discover import on_reset
+
+__all__ = ["PythonGuard", "Route", "Routes", "make_guard"]
+
+Check = Callable[..., bool]
+
+_MAX_ROUTES = 16  # per set of options; models alternate between a handful of shapes
+_MAX_OPTIONS = 4096
+
+
+class Route:
+    """A guard, and what to run behind it.
+
+    Args:
+        check: says whether tensors are those that the plan was made for. run: the plan's run.
+        operands: makes the operands of the call; None when there are none.
+        lo, hi: inclusive range of key lengths, when the guard leaves the key length open; 0, 0 otherwise.
+    """
+
+    __slots__ = ("check", "hi", "lo", "operands", "run")
+
+    def __init__(self, check: Check, run: Run, operands: Any = None, span: tuple[int, int] = (0, 0)) -> None:
+        self.check, self.run, self.operands = check, run, operands
+        self.lo, self.hi = span
+
+    def in_span(self, key: torch.Tensor, value: torch.Tensor) -> bool:
+        """For an open key length: key and value agree, and the length is in the bucket."""
+        length = key.size(2)
+        return self.lo <= length <= self.hi and value.size(2) == length
+
+
+class PythonGuard:
+    """The facts that `TensorGuards` compares, in plain Python."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor], open_key_length: bool) -> None:
+        self._open = open_key_length
+        self._facts = [self._of(i, x) for i, x in enumerate(tensors)]
+
+    def _of(self, index: int, x: torch.Tensor) -> tuple[Any, ...]:
+        shape = list(x.shape)
+        if self._open and index in (1, 2):
+            shape[2] = -1
+        last = x.stride(-1) if x.ndim and x.size(-1) > 1 else 1
+        facts = (type(x), shape, x.dtype, x.device, last, x.requires_grad and torch.is_grad_enabled())
+        modes = (torch.is_inference_mode_enabled(), torch._C._is_any_autocast_enabled(), x.is_inference())
+        return (*facts, *modes, torch._C._functorch.peek_interpreter_stack() is None)
+
+    def check(self, *tensors: torch.Tensor) -> bool:
+        """Whether the tensors are as they were."""
+        return len(tensors) == len(self._facts) and all(
+            self._of(i, x) == f for i, (x, f) in enumerate(zip(tensors, self._facts))
+        )
+
+
+def make_guard(tensors: Sequence[torch.Tensor], open_key_length: bool = False) -> Check:
+    """A check that holds for tensors like these; the last dimension's stride counts, the other strides do not."""
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        sizes: list[list[int | None]] = [list(x.shape) for x in tensors]
+        if open_key_length:
+            sizes[1][2] = sizes[2][2] = None
+        strides = [
+            [*([None] * (x.ndim - 1)), x.stride(-1) if x.size(-1) > 1 else None] if x.ndim else [] for x in tensors
+        ]
+        guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        return guard.check if guard.check(*tensors) else PythonGuard(tensors, open_key_length).check
+    except (
+        ImportError,
+        TypeError,
+        ValueError,
+        RuntimeError,
+    ):  # private to torch: another version may lack or change it
+        return PythonGuard(tensors, open_key_length).check
+
+
+class Routes:
+    """Options of a call -> its routes. Reads take no lock: each value is a tuple that is replaced as a whole."""
+
+    def __init__(self) -> None:
+        self.table: dict[Any, tuple[Route, ...]] = {}
+        self._lock = threading.Lock()
+
+    def add(self, options: Any, route: Route, replaces: Route | None = None) -> None:
+        """Put a route in front of the others with the same options; the oldest go when there are too many."""
+        with self._lock:
+            kept = tuple(r for r in self.table.get(options, ()) if r is not replaces)
+            if options not in self.table and len(self.table) >= _MAX_OPTIONS:
+                self.table.pop(next(iter(self.table)))
+            self.table[options] = (route, *kept[: _MAX_ROUTES - 1])
+
+    def clear(self) -> None:
+        """Forget all routes."""
+        with self._lock:
+            self.table.clear()
+
+
+routes = Routes()
+on_reset.append(routes.clear)

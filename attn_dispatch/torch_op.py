@@ -1,0 +1,183 @@
+"""``attn_dispatch::attention``: the dispatcher as one opaque torch operator, for compiled graphs.
+
+The graph holds the tensors and one string that says everything else; at run time the operator makes an ordinary call,
+so a compiled model uses the same candidates, pins and tuned results as an eager one. Its gradient runs the call again
+with gradients: one more forward than a fused backward would need.
+"""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+import torch
+
+from attn_dispatch.errors import InputError, InputTypeError
+from attn_dispatch.ir.mask_text import parse_mask
+from attn_dispatch.ir.masks import Mask
+from attn_dispatch.ir.operands import Held, Operand
+from attn_dispatch.ir.tensors import Ref
+from attn_dispatch.variants import Softmax
+
+__all__ = ["call"]
+
+_TENSOR_ARGS = ("attn_mask", "bias", "sinks", "query_lengths", "key_lengths", "q_offset")
+
+
+def call(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any,
+    window: Any, softcap: Any, bias: Any, sinks: Any, query_lengths: Any, key_lengths: Any, q_offset: Any,
+    variant: Any, layout: Any, return_lse: Any, return_weights: Any, pinned: Any,
+) -> Any:  # fmt: skip
+    """Call the operator with `dispatch.attention`'s arguments; runs while Dynamo traces, so it stays simple."""
+    if not isinstance(variant, Softmax):
+        raise InputError(f"variant {variant} is not available inside torch.compile yet", remedy="call it outside")
+    names: list[str] = []
+    tensors: list[torch.Tensor] = []
+    mask_text = ""
+    if isinstance(attn_mask, Mask):
+        bound, held = attn_mask.bind("traced")  # not the cached one: Dynamo cannot enter cached_property's lock
+        mask_text = str(bound)
+        for name, tensor in held.items():
+            names.append(name)
+            tensors.append(tensor)
+    elif attn_mask is not None:
+        names.append("attn_mask")
+        tensors.append(attn_mask)
+    others = (("bias", bias), ("sinks", sinks), ("query_lengths", query_lengths), ("key_lengths", key_lengths))
+    for name, given in others:
+        if given is not None:
+            names.append(name)
+            tensors.append(given)
+    if isinstance(q_offset, torch.Tensor):
+        names.append("q_offset")
+        tensors.append(q_offset)
+        q_offset = None
+    window = None if window is None else (window[0], window[1])
+    spec = (
+        f"{{'names': {names!r}, 'mask': {mask_text!r}, 'dropout_p': {dropout_p!r}, 'is_causal': {is_causal!r}, "
+        f"'scale': {scale!r}, 'enable_gqa': {enable_gqa!r}, 'window': {window!r}, 'softcap': {softcap!r}, "
+        f"'q_offset': {q_offset!r}, 'layout': {layout!r}, 'return_lse': {return_lse!r}, "
+        f"'return_weights': {return_weights!r}, 'backend': {pinned!r}}}"
+    )
+    results = torch.ops.attn_dispatch.attention(query, key, value, tensors, spec)
+    return results[0] if len(results) == 1 else tuple(results)
+
+
+def _arguments(tensors: list[torch.Tensor], spec: str) -> dict[str, Any]:
+    """The keyword arguments of `dispatch.attention` behind a spec."""
+    options = ast.literal_eval(spec)
+    named = dict(zip(options.pop("names"), tensors, strict=True))
+    arguments = {name: named.pop(name) for name in list(named) if name in _TENSOR_ARGS}
+    if text := options.pop("mask"):
+        arguments["attn_mask"] = _hold(parse_mask(text), named)
+    if arguments.get("q_offset") is not None:
+        options.pop("q_offset")
+    return {**options, **arguments}
+
+
+def _hold(mask: Mask, named: dict[str, torch.Tensor]) -> Mask:
+    """The mask with its names replaced by the tensors again."""
+
+    def put(_where: str, operand: Operand) -> Operand:
+        return Held(named[operand.name]) if isinstance(operand, Ref) else operand
+
+    return mask.map_operands(put)
+
+
+@torch.library.custom_op("attn_dispatch::attention", mutates_args=())
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tensors: list[torch.Tensor], spec: str
+) -> list[torch.Tensor]:
+    from attn_dispatch.dispatch import attention
+
+    with torch.no_grad():  # gradients are this operator's own business, see _differentiate
+        result = attention(query, key, value, **_arguments(tensors, spec))
+    parts = list(result) if isinstance(result, tuple) else [result]
+    inputs = {x.data_ptr() for x in (query, key, value, *tensors)}
+    # an operator may not return its inputs or odd strides: the fake below promises contiguous results of their own
+    return [x.clone(memory_format=torch.contiguous_format) if x.data_ptr() in inputs else x.contiguous() for x in parts]
+
+
+@_attention.register_fake
+def _attention_fake(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tensors: list[torch.Tensor], spec: str
+) -> list[torch.Tensor]:
+    options = ast.literal_eval(spec)
+    if key.dtype != query.dtype or value.dtype != query.dtype:
+        raise InputTypeError(f"query, key and value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
+    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    sq = 1 if options["layout"] == "bshd" else 2
+    lead = (
+        (*query.shape[: query.ndim - 3], query.shape[3 - sq], query.shape[sq]) if query.ndim >= 4 else query.shape[:-1]
+    )
+    acc = torch.float64 if query.dtype == torch.float64 else torch.float32
+    results = [out]
+    if options["return_lse"]:
+        results.append(query.new_empty(lead, dtype=acc))
+    if options["return_weights"]:
+        skv = key.shape[1] if options["layout"] == "bshd" else key.shape[-2]
+        results.append(query.new_empty((*lead, skv)))
+    return results
+
+
+def _autograd_inside_an_operator() -> Any:
+    """Undo the exclusion of autograd that surrounds an operator's body, so that the call below builds a graph."""
+    keys = torch._C.DispatchKey
+    autograd = torch._C.DispatchKeySet(keys.AutogradOther)
+    for name in ("AutogradCPU", "AutogradCUDA"):
+        autograd = autograd | torch._C.DispatchKeySet(getattr(keys, name))
+    include, exclude = torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set()
+    return torch._C._ForceDispatchKeyGuard(include, exclude - autograd)
+
+
+@torch.library.custom_op("attn_dispatch::attention_backward", mutates_args=())
+def _backward(
+    grads: list[torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tensors: list[torch.Tensor],
+    spec: str,
+) -> list[torch.Tensor]:
+    from attn_dispatch.dispatch import attention
+
+    with _autograd_inside_an_operator(), torch.enable_grad():
+        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        others = [x.detach().requires_grad_() if x.is_floating_point() else x for x in tensors]
+        result = attention(*inputs, **_arguments(others, spec))
+        parts = list(result) if isinstance(result, tuple) else [result]
+        wanted = [*inputs, *(x for x in others if x.requires_grad)]
+        used = [(p, g) for p, g in zip(parts, grads, strict=True) if p.requires_grad]
+        found = torch.autograd.grad([p for p, _ in used], wanted, [g for _, g in used], allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g.contiguous() for x, g in zip(wanted, found, strict=True)]
+
+
+@_backward.register_fake
+def _backward_fake(
+    grads: list[torch.Tensor],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tensors: list[torch.Tensor],
+    spec: str,
+) -> list[torch.Tensor]:
+    wanted = [query, key, value, *(x for x in tensors if x.is_floating_point())]
+    return [x.new_empty(x.shape) for x in wanted]
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+    query, key, value, tensors, spec = inputs
+    ctx.save_for_backward(query, key, value, *tensors)
+    ctx.spec = spec
+
+
+def _differentiate(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
+    query, key, value, *tensors = ctx.saved_tensors
+    found = torch.ops.attn_dispatch.attention_backward(list(grads), query, key, value, tensors, ctx.spec)
+    rest = iter(found[3:])
+    others = [next(rest) if x.is_floating_point() else None for x in tensors]
+    return found[0], found[1], found[2], others, None
+
+
+_attention.register_autograd(_differentiate, setup_context=_setup_context)

@@ -11,13 +11,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attn_dispatch import dispatch, integrations, masks, variants
     from attn_dispatch.dispatch import attention, explain, plan, use
+    from attn_dispatch.errors import (
+        AttnDispatchError,
+        BackendError,
+        ConfigError,
+        InputError,
+        InputTypeError,
+        NoBackendError,
+        UnknownBackendError,
+    )
 
-__all__ = ["__version__", "attention", "dispatch", "explain", "integrations", "masks", "plan", "use", "variants"]
+__all__ = [
+    "AttnDispatchError",
+    "BackendError",
+    "ConfigError",
+    "InputError",
+    "InputTypeError",
+    "NoBackendError",
+    "UnknownBackendError",
+    "__version__",
+    "attention",
+    "dispatch",
+    "explain",
+    "integrations",
+    "masks",
+    "plan",
+    "use",
+    "variants",
+]
 
 __version__ = "0.1.0"
 
 _MODULES = ("dispatch", "integrations", "masks", "variants")
 _FUNCTIONS = ("attention", "explain", "plan", "use")
+_ERRORS = tuple(name for name in __all__ if name.endswith("Error"))
 
 
 def __getattr__(name: str) -> Any:  # importing the package costs nothing until a name of it is used
@@ -25,6 +52,8 @@ def __getattr__(name: str) -> Any:  # importing the package costs nothing until 
         return importlib.import_module(f"attn_dispatch.{name}")
     if name in _FUNCTIONS:
         return getattr(importlib.import_module("attn_dispatch.dispatch"), name)
+    if name in _ERRORS:
+        return getattr(importlib.import_module("attn_dispatch.errors"), name)
     raise AttributeError(f"module 'attn_dispatch' has no attribute {name!r}")
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_dispatch import context, reference, shapes
-from attn_dispatch.errors import InputError
+from attn_dispatch.errors import InputError, NoBackendError
 from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths, QueryLengths, Window
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.ops import END, AttentionOp, Outputs
@@ -82,7 +82,8 @@ def exported(
 ) -> Any:  # fmt: skip
     """`dispatch.attention` while torch.export (or the ONNX exporter) traces it: plain ATen ops, no decision by length."""
     if backend not in (None, "eager"):
-        raise InputError(f"backend={backend!r} cannot be honoured in an export", remedy="leave it out, or 'eager'")
+        text = f"backend={backend!r} cannot be honoured in an export: it would have to be an operator of its own"
+        raise NoBackendError(f"{text}\n  try  leave it out, or backend='eager'", {str(backend): []})
     if not isinstance(variant, Softmax):
         raise InputError(f"variant {variant} cannot be exported yet", remedy="export a model with softmax attention")
     extras = (window, softcap or None, bias, sinks, query_lengths, key_lengths, q_offset, return_lse, return_weights)

@@ -65,7 +65,7 @@ def additive_mask(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands
     if not biases:
         if allowed is None:
             return None
-        return torch.zeros(allowed.shape, dtype=q.dtype, device=q.device).masked_fill_(~allowed, -math.inf)
+        return torch.zeros_like(allowed, dtype=q.dtype).masked_fill(~allowed, -math.inf)
     total = biases[0]
     for bias in biases[1:]:
         total = total + bias

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attn_dispatch.backend import Backend, Cost, Executable, Operands, dense_cost
-from attn_dispatch.backends.sdpa import MASK_FEATURES, additive_mask, boolean_mask, is_causal_only
+from attn_dispatch.backends.sdpa import MASK_FEATURES, additive_mask, is_causal_only
 from attn_dispatch.capability import Capability, Limit
 from attn_dispatch.ir.ops import AttentionOp
 
@@ -39,16 +39,14 @@ class SdpaMath(Backend):
 
     def compile(self, op: AttentionOp) -> Executable:
         scale, gqa, dropout_p, causal = op.effective_scale, op.groups != 1, op.dropout_p, is_causal_only(op)
-        has_bias = bool(op.score)
+        flag = causal and not op.score
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-            if causal and not has_bias:
-                mask = None
-            else:
-                mask = additive_mask(op, q, k, t) if has_bias else boolean_mask(op, q, k, t)
-            mask = mask.to(q.dtype) if mask is not None and mask.is_floating_point() else mask
+            # the operator adds whatever mask it gets: the wrapper's conversion of a boolean one is ours to make
+            mask = None if flag else additive_mask(op, q, k, t)
+            mask = mask if mask is None else mask.to(q.dtype)
             return torch._scaled_dot_product_attention_math(
-                q, k, v, mask, dropout_p, causal and not has_bias, None, scale=scale, enable_gqa=gqa
+                q, k, v, mask, dropout_p, flag, None, scale=scale, enable_gqa=gqa
             )[0]
 
         return Executable(run)

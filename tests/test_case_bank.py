@@ -1,0 +1,62 @@
+"""The public case bank: bug reports of other libraries as checks, on the dispatcher and on every eligible backend.
+
+A case without a `check` is about plugins, configuration, caches or variants; `WHERE` says which test covers it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+import attn_dispatch
+from attn_dispatch import NoBackendError
+from attn_dispatch.registry import current
+
+BANK = yaml.safe_load((Path(__file__).parent / "data" / "cases.yaml").read_text())
+CASES = [case for case in BANK["cases"] if "check" in case]
+
+
+def run_case(case: dict[str, Any], attn: Any) -> None:
+    """Run a check as the bank's header says: prelude, then the check, with `attn` bound."""
+    space: dict[str, Any] = {}
+    exec(BANK["prelude"], space)  # noqa: S102 - the bank is our own data
+    space["attn"] = attn
+    exec(case["check"], space)  # noqa: S102
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c["id"])
+def test_case_passes_on_the_dispatcher(case):
+    run_case(case, attn_dispatch.attention)
+
+
+ELIGIBLE = [
+    n for n, b in current().backends.items() if b.unavailable() is None and "cpu" in b.capability_on("cpu").devices
+]
+
+
+@pytest.mark.parametrize("backend", ELIGIBLE)
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c["id"])
+def test_case_passes_on_every_eligible_backend(case, backend):
+    """A pinned backend computes what the case wants, or refuses with its reasons: `NoBackendError`, nothing else.
+
+    A case fails here when a backend runs a call and is wrong. A call that it refuses is left to the dispatcher, so that
+    the rest of the case still runs; at least the plain dispatcher passes the whole of it.
+    """
+
+    def attn(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return attn_dispatch.attention(*args, **kwargs, backend=backend)
+        except NoBackendError as error:
+            assert backend in error.refusals, f"{backend} refused without a reason"
+            return attn_dispatch.attention(*args, **kwargs)
+
+    if "onnx" in case["id"] or "onnx_run" in case["check"]:
+        pytest.skip("an export cannot honour a backend; covered by the dispatcher's run of this case")
+    if case["id"] == "select-overhead-per-call":
+        pytest.skip("times the warm call of the dispatcher's own choice")
+    run_case(case, attn)
+    torch._dynamo.reset()

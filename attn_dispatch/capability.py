@@ -94,7 +94,7 @@ class Capability:
 # (AttentionOp.features); a test keeps this list complete.
 MASK_WORDS = (
     *("Full", "Causal", "Window", "Stride", "SameBlock", "KeyRange", "Columns", "KeyLengths", "QueryLengths", "Rows"),
-    *("Segments", "BlockTable", "Selected", "Dense", "And", "Or", "Not"),
+    *("Segments", "BlockTable", "Selected", "Dense", "Not"),
 )
 _TEXT = {
     "gqa": "grouped heads (Hq {op.Hq}, Hkv {op.Hkv})",

@@ -11,7 +11,7 @@ from typing import Any
 
 from attn_dispatch.errors import InputError
 
-__all__ = ["AUTOTUNE_MODES", "DEFAULT", "Context", "active", "as_names", "recording", "use"]
+__all__ = ["AUTOTUNE_MODES", "DEFAULT", "Context", "active", "as_names", "recording", "surrounding", "use"]
 
 AUTOTUNE_MODES = ("off", "cached", "on")
 
@@ -36,7 +36,7 @@ class Context:
         object.__setattr__(self, "_hash", hash((self.backends, self.require, self.autotune, self.record)))
 
     def __hash__(self) -> int:  # computed once: it is part of the key of every call
-        return self._hash  # type: ignore[attr-defined,no-any-return]
+        return self._hash  # type: ignore[attr-defined]
 
 
 DEFAULT = Context()
@@ -46,7 +46,13 @@ DEFAULT = Context()
 in_use = False
 _depth = 0
 _depth_lock = threading.Lock()
-active: ContextVar[Context] = ContextVar("attn_dispatch", default=DEFAULT)
+# None outside any `use`: it is part of the key of every call, and None hashes without a Python call
+active: ContextVar[Context | None] = ContextVar("attn_dispatch", default=None)
+
+
+def surrounding() -> Context:
+    """The settings that surround this call."""
+    return active.get() or DEFAULT
 
 
 def as_names(backend: str | Sequence[str] | None) -> tuple[str, ...]:
@@ -91,7 +97,7 @@ def use(
         raise InputError(f"autotune must be one of {', '.join(AUTOTUNE_MODES)}, got {autotune!r}")
     changes: dict[str, Any] = {"autotune": autotune} if autotune is not None else {}
     changes |= {"backends": names, "require": require} if names else {}
-    with _entered(replace(active.get(), **changes)):
+    with _entered(replace(surrounding(), **changes)):
         yield
 
 
@@ -116,5 +122,5 @@ def _count(step: int) -> None:
 @contextmanager
 def recording(record: Callable[..., None]) -> Iterator[None]:
     """Have ``record`` called with every plan that runs inside; for `attn_dispatch.capture`."""
-    with _entered(replace(active.get(), record=record)):
+    with _entered(replace(surrounding(), record=record)):
         yield

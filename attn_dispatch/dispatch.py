@@ -114,14 +114,19 @@ def attention(
         and query_lengths is None
         and variant is _SOFTMAX
     ):
-        options = (
+        options: tuple[Any, ...] = (
             is_causal, dropout_p, scale, enable_gqa, window, softcap, q_offset, layout, return_lse, return_weights,
             backend, _context(), _deterministic(), forward_ad._current_level,
         )  # fmt: skip
         try:
             for route in _table.get(options, ()):
-                if route.check(query, key, value) and (route.hi == 0 or route.in_span(key, value)):
-                    return route.run(query, key, value, _NO_OPERANDS)
+                if route.check(query, key, value):
+                    if route.runs is None:
+                        return route.run(query, key, value, _NO_OPERANDS)
+                    length = key.size(2)  # left open by the guard: one run per bucket
+                    run = route.runs.get((length - 1).bit_length())
+                    if run is not None and value.size(2) == length:
+                        return run(query, key, value, _NO_OPERANDS)
         except TypeError:  # an unhashable or non-tensor argument: the slow path knows what to say about it
             options = ()
     else:
@@ -194,10 +199,10 @@ class _Call:
     """The arguments of one call, sorted into tensors and options."""
 
     def __init__(
-        self, tensors: tuple[Any, ...], named: dict[str, torch.Tensor], options: Options, backend: Any
+        self, tensors: tuple[Any, ...], named: dict[str, torch.Tensor], options: Options, backend: Any, notes: list[str]
     ) -> None:
         self.tensors, self.named, self.options, self.backend = tensors, named, options, backend
-        self.notes: list[str] = []
+        self.notes = notes
 
     @classmethod
     def of(
@@ -207,25 +212,31 @@ class _Call:
         variant: Any = _SOFTMAX, layout: Any = "bhsd", return_lse: Any = False, return_weights: Any = False,
         backend: Any = None,
     ) -> _Call:  # fmt: skip
+        """Sort the arguments of `attention`."""
+        notes: list[str] = []
+        attn_mask, q_offset = _recognised(attn_mask, query, value, window, is_causal, q_offset, notes)
+        named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
+        return cls.sorted(
+            (query, key, value), named, mask, notes, dropout_p, is_causal, scale, enable_gqa, window, softcap,
+            q_offset, variant, layout, return_lse, return_weights, backend,
+        )  # fmt: skip
+
+    @classmethod
+    def sorted(
+        cls, tensors: Any, named: dict[str, torch.Tensor], mask: Any, notes: list[str], dropout_p: Any, is_causal: Any,
+        scale: Any, enable_gqa: Any, window: Any, softcap: Any, q_offset: Any, variant: Any, layout: Any,
+        return_lse: Any, return_weights: Any, backend: Any,
+    ) -> _Call:  # fmt: skip
+        """From arguments whose tensors are collected already."""
         variant = _SOFTMAX if variant is None else variant
         if not isinstance(variant, Variant):
             raise InputTypeError(f"variant must be from attn_dispatch.variants, got {variant!r}")
-        notes: list[str] = []
-        positions_free = window is None and not is_causal and q_offset is None
-        if isinstance(attn_mask, torch.Tensor) and positions_free and _worth_recognising(attn_mask, query, value):
-            found, offset = recognise(attn_mask)
-            if found.feature != "mask:Dense":
-                attn_mask, q_offset = found, offset
-                notes.append(f"attn_mask recognised as {found} at q_offset {offset}")
-        named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
         options = Options(
             mask, dropout_p, bool(is_causal), scale, enable_gqa, tuple(window) if isinstance(window, list) else window,
             softcap, None if isinstance(q_offset, torch.Tensor) else q_offset,
             None if variant == _SOFTMAX else variant, False, layout, bool(return_lse), bool(return_weights),
         )  # fmt: skip
-        call = cls((query, key, value), named, options, backend)
-        call.notes = notes
-        return call
+        return cls(tensors, named, options, backend, notes)
 
     def bind(self) -> Binding:
         """Describe the call."""
@@ -238,38 +249,75 @@ class _Call:
 
     def requests(self) -> list[Request]:
         """Explicit wishes, strongest first."""
-        around = _context()
+        around = context.surrounding()
         wishes = [Request(context.as_names(self.backend), "backend=", True)] if self.backend is not None else []
         if around.backends:
             wishes.append(Request(around.backends, "dispatch.use", around.require))
         return wishes
 
 
-def _slow(options: tuple[Any, ...], query: Any, key: Any, value: Any, *rest: Any) -> Any:
-    """A call without a route: describe, decide, compile, keep a route, run. ``rest`` are `attention`'s arguments."""
+def _slow(
+    options: tuple[Any, ...], query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any,
+    scale: Any, enable_gqa: Any, window: Any, softcap: Any, bias: Any, sinks: Any, query_lengths: Any,
+    key_lengths: Any, q_offset: Any, variant: Any, layout: Any, return_lse: Any, return_weights: Any, backend: Any,
+) -> Any:  # fmt: skip
+    """A call without a plain route: traced, with more tensors, or new. New: describe, decide, compile, keep, run.
+
+    Args:
+        options: the key under which `attention` looked for a route; () when the call has more tensors.
+    """
     if isinstance(query, torch.Tensor):
+        rest = (
+            attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, bias, sinks, query_lengths,
+            key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,
+        )  # fmt: skip
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return tracing.exported(query, key, value, *rest)
-        if torch.is_autocast_enabled(query.device.type):
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
             return _under_autocast(query, key, value, *rest)
-    names = (
-        "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "window", "softcap", "bias", "sinks",
-        "query_lengths", "key_lengths", "q_offset", "variant", "layout", "return_lse", "return_weights", "backend",
+    notes: list[str] = []
+    attn_mask, q_offset = _recognised(attn_mask, query, value, window, is_causal, q_offset, notes)
+    named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
+    tensors = (query, key, value, *named.values())
+    if not options:
+        options = (
+            mask if isinstance(mask, str) or mask is None else mask.text, tuple(named), is_causal, dropout_p, scale,
+            enable_gqa, window, softcap, None if "q_offset" in named else q_offset,
+            type(variant) if "decay" in named else variant, layout, return_lse, return_weights, backend, _context(),
+            _deterministic(), forward_ad._current_level,
+        )  # fmt: skip
+        try:
+            for route in _table.get(options, ()):
+                if route.check(*tensors):
+                    return route.run(query, key, value, route.operands(named) if route.operands else _NO_OPERANDS)
+        except TypeError:  # a list where a tuple would do, or an argument of a wrong type, which describe will name
+            options = ()
+    call = _Call.sorted(
+        (query, key, value), named, mask, notes, dropout_p, is_causal, scale, enable_gqa, window, softcap, q_offset,
+        variant, layout, return_lse, return_weights, backend,
     )  # fmt: skip
-    call = _Call.of(query, key, value, **dict(zip(names, rest, strict=True)))
-    key_of_call = options or _key_with_operands(call)
-    if not options and key_of_call:
-        tensors = (query, key, value, *call.named.values())
-        for route in _table.get(key_of_call, ()):
-            if route.check(*tensors):
-                return route.run(query, key, value, route.operands(call.named))
     made = make_plan(call.bind(), call.requests())
-    record = _context().record
+    record = context.surrounding().record
     if record is not None:
         record(made, query, key, value)
-    elif key_of_call and not (made.op.traced or made.op.higher_order):
-        _keep_route(key_of_call, call, made)
-    return made.run(query, key, value, made.binding.operands(call.named))
+    elif options and not (made.op.traced or made.op.higher_order):
+        _keep_route(options, call, made)
+    return made.run(query, key, value, made.binding.operands(named))
+
+
+def _recognised(
+    attn_mask: Any, query: Any, value: Any, window: Any, is_causal: Any, q_offset: Any, notes: list[str]
+) -> tuple[Any, Any]:
+    """A mask tensor as the pattern that it holds, and the offset at which it holds it; as given when there is none."""
+    if not isinstance(attn_mask, torch.Tensor) or window is not None or is_causal or q_offset is not None:
+        return attn_mask, q_offset
+    if not _worth_recognising(attn_mask, query, value):
+        return attn_mask, q_offset
+    found, offset = recognise(attn_mask)
+    if found.feature == "mask:Dense":
+        return attn_mask, q_offset
+    notes.append(f"attn_mask recognised as {found} at q_offset {offset}")
+    return found, offset
 
 
 def _under_autocast(query: Any, key: Any, value: Any, *rest: Any) -> Any:
@@ -285,66 +333,49 @@ def _under_autocast(query: Any, key: Any, value: Any, *rest: Any) -> Any:
         return _slow((), cast(query), cast(key), cast(value), *rest)
 
 
-def _key_with_operands(call: _Call) -> tuple[Any, ...]:
-    """The key of a call that has more tensors than query, key and value; () when it cannot be one."""
-    variant = call.options.variant
-    key = (
-        call.options if variant is None or not hasattr(variant, "decay") else (type(variant), call.options.mask),
-        call.backend if not isinstance(call.backend, list) else tuple(call.backend),
-        tuple(call.named), _context(), _deterministic(), forward_ad._current_level,
-    )  # fmt: skip
-    try:
-        hash(key)
-    except TypeError:
-        return ()
-    return key
-
-
 def _keep_route(options: tuple[Any, ...], call: _Call, made: Plan) -> None:
-    """Remember the way to a plan; the second key length opens the length within its bucket."""
+    """Remember the way to a plan; a second key length in the same bucket opens the length."""
     query, key, value = call.tensors
     tensors = (query, key, value, *call.named.values())
     operands = made.binding.operands if call.named else None
-    if not call.named and any(
-        not r.hi and _differs_in_key_length(r, query, key, value) for r in _table.get(options, ())
-    ):
-        span = _open_span(made)
-        if span is not None:
-            check = make_guard(tensors, open_key_length=True)
-            routes.add(options, Route(check, made.run, operands, span))
+    length = key.size(2) if key.ndim == 4 and not call.named else 0
+    others = _table.get(options, ()) if length else ()
+    opened = next((r for r in others if r.runs is not None and r.check(query, key, value)), None)
+    like = next((r for r in others if _same_but_length(r, query, key, value)), None)
+    if (opened is not None or like is not None) and _is_right_for_its_bucket(made):
+        index = (length - 1).bit_length()
+        if opened is not None and opened.runs is not None:
+            opened.runs[index] = made.run
             return
-    route = Route(make_guard(tensors), made.run, operands)
-    routes.add(options, route)
+        guard = make_guard(tensors, open_key_length=True)
+        routes.add(options, Route(guard, made.run, operands, 0, {index: made.run}), replaces=like)
+        return
+    routes.add(options, Route(make_guard(tensors), made.run, operands, length))
 
 
-def _differs_in_key_length(route: Route, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
-    """Whether a route is for the same call at another key length: it accepts the keys once they are cut or repeated."""
-    if key.ndim != 4 or key.size(2) < 2:
+def _same_but_length(route: Route, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a route is for this call at another key length of the same bucket: it accepts keys of its own length."""
+    if route.length == 0 or bucket(route.length) != bucket(key.size(2)):
         return False
-    for length in (key.size(2) - 1, key.size(2) + 1):
-        like = [x.new_empty((*x.shape[:2], length, x.shape[3])) for x in (key, value)]
-        if route.check(query, *like):
-            return True
-    return False
+    own = [x.new_empty((*x.shape[:2], route.length, x.shape[3])).requires_grad_(x.requires_grad) for x in (key, value)]
+    return route.check(query, own[0], own[0] if value is key else own[1])
 
 
-def _open_span(made: Plan) -> tuple[int, int] | None:
-    """The range of key lengths in which this plan stays right, or None.
+def _is_right_for_its_bucket(made: Plan) -> bool:
+    """Whether this plan is right for every key length of its bucket, so that its route may leave the length open.
 
-    It must be one canonical op and one decision at both ends; the passes only ever change their mind once in between.
+    One canonical op and a legal candidate at both ends: the passes change their mind at most once in between.
     """
     op = made.op
     hi = bucket(op.Skv)
     lo = hi // 2 + 1
     if op.Skv <= 16 or lo <= op.Sq <= hi or not made.binding.form.is_plain:
-        return None
+        return False
     for length in (lo, hi):
         other, _ = canonicalise(made.binding.op.resized(op.B, op.Sq, length))
-        if _without_lengths(other) != _without_lengths(op):
-            return None
-        if rebuild(made.name, other, current()) is None:
-            return None
-    return lo, hi
+        if _without_lengths(other) != _without_lengths(op) or rebuild(made.name, other, current()) is None:
+            return False
+    return True
 
 
 def _without_lengths(op: AttentionOp) -> AttentionOp:

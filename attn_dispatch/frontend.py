@@ -177,7 +177,8 @@ class _Builder:
     @property
     def sizes(self) -> tuple[int, int, int, int]:
         """B, Hq, Sq, Skv."""
-        return (*self.query.shape[:3], self.key.shape[2])
+        b, hq, sq, _ = self.query.shape
+        return b, hq, sq, self.key.shape[2]
 
     def fail(self, problem: str, remedy: str = "", kind: type[InputError] = InputError) -> None:
         raise kind(problem, asked=self.asked, remedy=remedy)

@@ -185,7 +185,7 @@ def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Reg
             return run
         return lambda q, k, v, t: run(q, *reference.hide_columns(op.mask, k, v, t), t)
     forms = ("bands > eager", "tile_queries > eager", "eager")  # the first that applies; long rows only fit in tiles
-    spare = next((c for name in forms if "eager" in registry.backends and (c := rebuild(name, op, registry))), None)
+    spare = next((c for name in forms if (c := rebuild(name, op, registry)) is not None), None)
     if spare is None:  # a registry without eager: nothing to fall back to
         return run
     exact: list[Run] = []

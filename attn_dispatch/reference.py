@@ -26,6 +26,7 @@ __all__ = [
     "apply_terms",
     "attention",
     "column_masks",
+    "empty_lse",
     "finite",
     "grouped_matmul",
     "hide_columns",
@@ -59,12 +60,14 @@ def attention(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     scores = scores if bad is None else scores.masked_fill(_heads(bad.keys, q)[..., None, :], math.nan)
     scores = apply_terms(op, scores, tensors)
     allowed = allowed_pairs(op, q, k, tensors)
+    allowed = allowed if bad is None else _without_minus_inf(op, allowed, tensors)
     weights, lse = _weigh(op, scores, allowed, tensors)
     dropped = F.dropout(weights, op.dropout_p) if op.dropout_p > 0 else weights
     out = grouped_matmul(dropped, v.to(acc))
     if bad is not None:  # a key that a row does attend must still show: 0 * NaN is NaN only where the weight is not 0
-        touched = grouped_matmul((dropped != 0).to(acc), bad.values.to(acc)) > 0
-        out = torch.where(touched, grouped_matmul(dropped, bad.raw_v.to(acc)), out)
+        attended = dropped.detach()  # as a constant: the gradient of a row that excludes the key must not see it either
+        touched = grouped_matmul((attended != 0).to(acc), bad.values.to(acc)) > 0
+        out = out + torch.where(touched, grouped_matmul(attended, bad.raw_v.to(acc)), 0.0)
     return Raw(out.to(q.dtype), lse, weights.to(q.dtype) if op.outputs.weights else None)
 
 
@@ -176,11 +179,18 @@ def _no_keys(op: AttentionOp, q: torch.Tensor, v: torch.Tensor, tensors: Tensors
     """Every row is empty: 0, connected to q so that its gradient is 0 too."""
     zero = q[..., :0].sum(-1, keepdim=True)
     shape = q.shape[:3]
-    lse = torch.full(shape, -math.inf, dtype=acc, device=q.device)
-    if isinstance(op.weight, Softmax) and op.weight.sinks is not None:
-        lse = tensors[op.weight.sinks.name].to(acc).view(1, -1, 1).expand(shape)
+    lse = empty_lse(op, shape, tensors, acc, q.device)
     weights = q.new_zeros((*shape, v.shape[2])) if op.outputs.weights else None
     return Raw(zero.expand(*shape, v.shape[3]).clone(), lse, weights)
+
+
+def empty_lse(
+    op: AttentionOp, shape: tuple[int, ...], tensors: Tensors, dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The log-sum-exp ``[B, Hq, Sq]`` of rows that attend nothing: the sink's logit, or -inf without one."""
+    if isinstance(op.weight, Softmax) and op.weight.sinks is not None:
+        return tensors[op.weight.sinks.name].to(dtype).view(1, -1, 1).expand(shape)
+    return torch.full(shape, -math.inf, dtype=dtype, device=device)
 
 
 # --- NaN and Inf in keys that are excluded -------------------------------------------------------------------------
@@ -208,7 +218,7 @@ class _Nonfinite:
     def __init__(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self.keys = ~torch.isfinite(k).all(-1)
         self.values = ~torch.isfinite(v)
-        self.raw_v = v
+        self.raw_v = v.detach()
 
 
 def _set_aside_nonfinite(
@@ -218,12 +228,22 @@ def _set_aside_nonfinite(
 
     Reads the data, so only on the CPU and only with values at hand; elsewhere a dense mask does not hide NaN.
     """
-    if isinstance(op.mask, Full) or op.traced or k.device.type != "cpu" or torch.compiler.is_compiling():
+    excludes = not isinstance(op.mask, Full) or any(isinstance(term, Bias) for term in op.score)
+    if not excludes or op.traced or k.device.type != "cpu" or torch.compiler.is_compiling():
         return k, v, None
     if finite(k) and finite(v):
         return k, v, None
     bad = _Nonfinite(k, v)
     return torch.where(bad.keys[..., None], 0.0, k), torch.where(bad.values, 0.0, v), bad
+
+
+def _without_minus_inf(op: AttentionOp, allowed: torch.Tensor | None, tensors: Tensors) -> torch.Tensor | None:
+    """The allowed pairs without those whose bias is -inf: they are masked too, and NaN - inf would be NaN."""
+    for term in op.score:
+        if isinstance(term, Bias):
+            keep = ~torch.isneginf(tensors[term.bias.name])
+            allowed = keep if allowed is None else allowed & keep
+    return allowed
 
 
 def finite(x: torch.Tensor) -> bool:

@@ -35,19 +35,16 @@ class Route:
     Args:
         check: says whether tensors are those that the plan was made for. run: the plan's run.
         operands: makes the operands of the call; None when there are none.
-        lo, hi: inclusive range of key lengths, when the guard leaves the key length open; 0, 0 otherwise.
+        length: the key length it was made for; 0 when that says nothing.
+        runs: when the guard leaves the key length open, the run of each bucket by ``(length - 1).bit_length()``.
     """
 
-    __slots__ = ("check", "hi", "lo", "operands", "run")
+    __slots__ = ("check", "length", "operands", "run", "runs")
 
-    def __init__(self, check: Check, run: Run, operands: Any = None, span: tuple[int, int] = (0, 0)) -> None:
-        self.check, self.run, self.operands = check, run, operands
-        self.lo, self.hi = span
-
-    def in_span(self, key: torch.Tensor, value: torch.Tensor) -> bool:
-        """For an open key length: key and value agree, and the length is in the bucket."""
-        length = key.size(2)
-        return self.lo <= length <= self.hi and value.size(2) == length
+    def __init__(
+        self, check: Check, run: Run, operands: Any = None, length: int = 0, runs: dict[int, Run] | None = None
+    ) -> None:
+        self.check, self.run, self.operands, self.length, self.runs = check, run, operands, length, runs
 
 
 class PythonGuard:
@@ -68,30 +65,43 @@ class PythonGuard:
 
     def check(self, *tensors: torch.Tensor) -> bool:
         """Whether the tensors are as they were."""
-        return len(tensors) == len(self._facts) and all(
-            self._of(i, x) == f for i, (x, f) in enumerate(zip(tensors, self._facts))
-        )
+        return [self._of(i, x) for i, x in enumerate(tensors)] == self._facts
 
 
 def make_guard(tensors: Sequence[torch.Tensor], open_key_length: bool = False) -> Check:
     """A check that holds for tensors like these; the last dimension's stride counts, the other strides do not."""
+    first = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
+    if len(first) == len(tensors):
+        return _guard(tensors, open_key_length)
+    # one tensor in several places (k is v): TensorGuards takes each once, so what is the same is compared by identity
+    places = tuple((i, first[id(x)]) for i, x in enumerate(tensors) if first[id(x)] != i)
+    once = tuple(sorted(first.values()))
+    if open_key_length and once != (0, 1):
+        return PythonGuard(tensors, True).check
+    inner = _guard([tensors[i] for i in once], open_key_length)
+    if once == (0, 1) and len(tensors) == 3:
+        return lambda q, k, v: v is k and inner(q, k)
+
+    def check(*given: torch.Tensor) -> bool:
+        return all(given[i] is given[j] for i, j in places) and inner(*(given[i] for i in once))
+
+    return check
+
+
+def _guard(tensors: Sequence[torch.Tensor], open_key_length: bool) -> Check:
     try:
         from torch._C._dynamo.guards import TensorGuards
 
         sizes: list[list[int | None]] = [list(x.shape) for x in tensors]
-        if open_key_length:
-            sizes[1][2] = sizes[2][2] = None
+        for index in (1, 2) if open_key_length else ():
+            if index < len(sizes):
+                sizes[index][2] = None
         strides = [
             [*([None] * (x.ndim - 1)), x.stride(-1) if x.size(-1) > 1 else None] if x.ndim else [] for x in tensors
         ]
-        guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        guard = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)  # type: ignore[arg-type]
         return guard.check if guard.check(*tensors) else PythonGuard(tensors, open_key_length).check
-    except (
-        ImportError,
-        TypeError,
-        ValueError,
-        RuntimeError,
-    ):  # private to torch: another version may lack or change it
+    except (ImportError, TypeError, ValueError, RuntimeError):  # private to torch, may change
         return PythonGuard(tensors, open_key_length).check
 
 

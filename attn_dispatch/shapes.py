@@ -11,6 +11,7 @@ import torch
 from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.ir import atoms
 from attn_dispatch.ir.masks import Mask
+from attn_dispatch.ir.operands import Table
 from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name, short_dtype
 
 __all__ = ["Form", "asked", "check_tensors", "form_of", "mask_problem"]
@@ -220,7 +221,7 @@ def mask_problem(atom: Mask, operands: Mapping[str, TensorDesc], b: int, hq: int
         if got is not None and (len(got) > 4 or any(m not in (1, w) for m, w in pairs)):
             return f"its tensor {list(got)} does not broadcast to {[b, hq, sq, skv]}"
     if isinstance(atom, atoms.BlockTable):
-        table = atom.table.tensor() if hasattr(atom.table, "tensor") else None
+        table = atom.table.tensor() if isinstance(atom.table, Table) else None
         got = tuple(table.shape) if table is not None else shape(atom.table)
         if got is not None and (len(got) not in (2, 3) or (len(got) == 3 and got[0] not in (1, hq))):
             return f"its table has shape {list(got)}, must be [nq, nk] or [H, nq, nk] with H {hq}"

@@ -148,7 +148,7 @@ def tile_by_block(op: AttentionOp) -> int:
 
     A tile of b rows with a band of w keys costs b * (w + b) for b * w pairs: small b wastes launches, large b pairs.
     """
-    return max(64, min(512, 1 << max(_band_width(op) - 1, 1).bit_length()))
+    return max(64, min(512, 1 << max(_band_width(op).bit_length() - 1, 0)))
 
 
 def _band_width(op: AttentionOp) -> int:

@@ -145,7 +145,7 @@ def _backward(
     with _autograd_inside_an_operator(), torch.enable_grad():
         inputs = [x.detach().requires_grad_() for x in (query, key, value)]
         others = [x.detach().requires_grad_() if x.is_floating_point() else x for x in tensors]
-        result = attention(*inputs, **_arguments(others, spec))
+        result = attention(inputs[0], inputs[1], inputs[2], **_arguments(others, spec))
         parts = list(result) if isinstance(result, tuple) else [result]
         wanted = [*inputs, *(x for x in others if x.requires_grad)]
         used = [(p, g) for p, g in zip(parts, grads, strict=True) if p.requires_grad]

@@ -159,9 +159,9 @@ def _export_op(
         offset = Ref("q_offset")
     elif q_offset is not None:
         offset = q_offset
-    descs = [TensorDesc(tuple(x.shape), dtype_name(x.dtype), x.device.type) for x in (q, k, v)]
+    query, key, value = (TensorDesc(tuple(x.shape), dtype_name(x.dtype), x.device.type) for x in (q, k, v))
     op = AttentionOp(
-        *descs, scale=q.shape[-1] ** -0.5 if scale is None else float(scale), score=tuple(score), mask=mask,
+        query, key, value, scale=q.shape[-1] ** -0.5 if scale is None else float(scale), score=tuple(score), mask=mask,
         q_offset=offset, weight=weight, dropout_p=dropout_p, outputs=Outputs(return_lse, return_weights), traced=True,
     )  # fmt: skip
     return op, tensors

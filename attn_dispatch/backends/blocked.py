@@ -52,7 +52,7 @@ class Blocked(Backend):
         visited = mean / op.Skv if op.Skv else 1.0
         # every element of the scores is written and read about four times, inside the cache
         cost = dense_cost(op, visited, materialised=2)
-        return Cost(cost.flops, cost.bytes, 12.0 * -(-op.Sq // self.block))
+        return Cost(cost.flops, cost.bytes, 15.0 * -(-op.Sq // self.block))
 
 
 def _run(op: AttentionOp, block: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
@@ -65,8 +65,9 @@ def _run(op: AttentionOp, block: int, q: torch.Tensor, k: torch.Tensor, v: torch
 
     def results() -> Iterator[tuple[tiling.Tile, torch.Tensor | None]]:
         for tile in tiling.query_tiles(op, sq, skv, offset, block, t):
-            if tile.is_empty and not _sinks(op):
-                sums.append((tile, None))
+            if tile.is_empty:
+                shape = (q.shape[0], q.shape[1], tile.rows[1] - tile.rows[0])
+                sums.append((tile, reference.empty_lse(op, shape, t, acc, q.device)))
                 yield tile, None
                 continue
             rows, keys = slice(*tile.rows), slice(*tile.keys)

@@ -32,7 +32,7 @@ __all__ = [
 MASK_FEATURES = frozenset(
     {
         *("mask:Full", "mask:Causal", "mask:Dense", "mask:Columns", "mask:KeyLengths", "mask:KeyRange"),
-        *("mask:QueryLengths", "mask:And", "combine:And"),
+        *("mask:QueryLengths", "combine:And"),
     }
 )
 

@@ -1,11 +1,15 @@
 """`replace_sdpa`: unmodified models, whose ``F.scaled_dot_product_attention`` calls go through the dispatcher.
 
 A `TorchFunctionMode` sees the call whichever way a model imported the function, belongs to one thread, nests, and is
-restored on exceptions by torch itself. It costs about 2 us for every torch call inside.
+restored on exceptions by torch itself. It costs about 2 us for every torch call inside. It sees the outermost call
+only: ``F.multi_head_attention_forward`` (of ``nn.MultiheadAttention`` and torch's transformer layers) calls SDPA inside
+itself with the mode off, so that one runs as a copy whose SDPA is the dispatcher.
 """
 
 from __future__ import annotations
 
+import functools
+import types as python_types
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +22,7 @@ from attn_dispatch.dispatch import attention
 __all__ = ["replace_sdpa"]
 
 _SDPA = F.scaled_dot_product_attention
+_MULTIHEAD = F.multi_head_attention_forward
 
 
 class replace_sdpa(TorchFunctionMode):  # noqa: N801 - used as a function: with dispatch.replace_sdpa(): ...
@@ -38,7 +43,24 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 - used as a function: with 
     ) -> Any:
         if func is _SDPA and not _is_nested(args):
             return attention(*args, **(kwargs or {}))
+        if func is _MULTIHEAD:
+            func = _multihead()
         return func(*args, **(kwargs or {}))
+
+
+def _sdpa(*args: Any, **kwargs: Any) -> Any:
+    return (_SDPA if _is_nested(args) else attention)(*args, **kwargs)
+
+
+@functools.cache
+def _multihead() -> Callable[..., Any]:
+    """``F.multi_head_attention_forward`` with its own globals: nothing of torch is changed, so no thread can notice."""
+    names = {**vars(F), "scaled_dot_product_attention": _sdpa}
+    copy = python_types.FunctionType(
+        _MULTIHEAD.__code__, names, _MULTIHEAD.__name__, _MULTIHEAD.__defaults__, _MULTIHEAD.__closure__
+    )
+    copy.__kwdefaults__ = _MULTIHEAD.__kwdefaults__
+    return copy
 
 
 def _is_nested(args: tuple[Any, ...]) -> bool:

@@ -239,6 +239,11 @@ class Mask:
         return self._bound if prefix == "mask" else self._bind(prefix)
 
     @cached_property
+    def text(self) -> str:
+        """``str(mask)``, made once: it is part of the key of every call that has this mask."""
+        return str(self)
+
+    @cached_property
     def _bound(self) -> tuple[Mask, dict[str, torch.Tensor]]:
         return self._bind("mask")
 
@@ -266,6 +271,16 @@ class Mask:
 
         self.map_operands(note)
         return list(seen)
+
+    def _held_ids(self) -> tuple[int, ...]:
+        found: list[int] = []
+
+        def note(_where: str, operand: Operand) -> Operand:
+            found.extend([id(operand.tensor)] if isinstance(operand, Held) else [])
+            return operand
+
+        self.map_operands(note)
+        return tuple(found)
 
     def _device(self, tensors: Tensors | None) -> torch.device:
         devices = [t.device for t in (self.bind()[1] | dict(tensors or {})).values()]
@@ -295,14 +310,14 @@ class _Nary(Mask):
         for arg in args:
             for part in arg.args if isinstance(arg, cls) else (arg,):
                 flat[part] = None
-        parts = sorted(flat, key=str)
+        parts = sorted(flat, key=lambda part: (str(part), part._held_ids()))  # two held tensors may read the same
         return parts[0] if len(parts) == 1 else cls(tuple(parts))
 
     def atoms(self) -> list[Mask]:
         return list(dict.fromkeys(atom for arg in self.args for atom in arg.atoms()))
 
     def map_operands(self, replace: Callable[[str, Operand], Operand]) -> Mask:
-        return type(self)(tuple(arg.map_operands(replace) for arg in self.args))
+        return self.of(*(arg.map_operands(replace) for arg in self.args))  # new names, so a new order of texts
 
     def _digest_text(self) -> str:
         return f"{type(self).__name__}({', '.join(sorted(arg._digest_text() for arg in self.args))})"

@@ -86,6 +86,10 @@ class AttentionOp:
     traced: bool = False
     layout: str = "bhsd"
 
+    def __post_init__(self) -> None:
+        # names have no order: equal ops must have equal keys
+        object.__setattr__(self, "operands", tuple(sorted(self.operands, key=lambda named: named[0])))
+
     # --- sizes, in the one alphabet --------------------------------------------------------------------------------
 
     @property
@@ -291,7 +295,8 @@ class AttentionOp:
         words += [f"q_offset {self.q_offset}"] if self.mask.positional else []
         words += [str(term) for term in self.score]
         words += [str(self.weight)] if self.weight != Softmax() else []
-        words += [f"scale {self.scale:g}"] if self.scale is not None and self.scale != self.D**-0.5 else []
+        usual = self.D**-0.5 if self.D else 1.0
+        words += [f"scale {self.scale:g}"] if self.scale not in (None, usual) else []
         words += [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
         words += ["lse"] if self.outputs.lse else []
         words += ["weights"] if self.outputs.weights else []
@@ -329,9 +334,10 @@ def _weight_dict(weight: Weight) -> dict[str, Any]:
 
 
 def _parse_weight(data: Mapping[str, Any]) -> Weight:
-    values = {k: Ref(v[1:]) if isinstance(v, str) and v.startswith("@") else v for k, v in data.items()}
-    kind = {"Softmax": Softmax, "Linear": Linear}[values.pop("kind", "Softmax")]
-    return kind(**values)
+    values: dict[str, Any] = {
+        k: Ref(v[1:]) if isinstance(v, str) and v.startswith("@") else v for k, v in data.items() if k != "kind"
+    }
+    return Linear(**values) if data.get("kind") == "Linear" else Softmax(**values)
 
 
 def _parse_term(text: str) -> ScoreTerm:
@@ -365,13 +371,14 @@ def verify(op: AttentionOp) -> None:
         ValueError: which rule the op breaks.
     """
     q, k, v = op.query.shape, op.key.shape, op.value.shape
+    if not len(q) == len(k) == len(v) == 4:
+        raise ValueError(f"not a valid op: query {q}, key {k} and value {v} do not have four dimensions")
     names = {name for name, _ in op.operands}
     needed = {*op.mask.refs(), *(t.bias.name for t in op.score if isinstance(t, Bias))}
     needed |= {t.slopes.name for t in op.score if isinstance(t, Alibi)}
     needed |= {r.name for r in (op.q_offset, getattr(op.weight, "sinks", None)) if isinstance(r, Ref)}
     needed |= {op.weight.decay.name} if isinstance(op.weight, Linear) and op.weight.decay else set()
     rules = [
-        (len(q) == len(k) == len(v) == 4, "query, key and value have four dimensions"),
         (q[0] == k[0] == v[0], f"batch sizes {q[0]}, {k[0]}, {v[0]} are equal"),
         (k[:3] == v[:3], f"key {k} and value {v} agree in all but the last size"),
         (q[3] == k[3], f"head sizes of query {q[3]} and key {k[3]} are equal"),

@@ -22,7 +22,7 @@ def used_names(op: AttentionOp) -> set[str]:
     for term in op.score:
         names |= {term.bias.name} if isinstance(term, Bias) else set()
         names |= {term.slopes.name} if isinstance(term, Alibi) else set()
-    refs = [op.q_offset]
+    refs: list[object] = [op.q_offset]
     refs += [op.weight.sinks] if isinstance(op.weight, Softmax) else []
     refs += [op.weight.decay] if isinstance(op.weight, Linear) else []
     return names | {ref.name for ref in refs if isinstance(ref, Ref)}

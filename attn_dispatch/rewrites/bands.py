@@ -1,7 +1,7 @@
 """``bands`` and ``tile_queries``: run blocks of query rows against the only keys that they may attend.
 
 1. Rows are cut into blocks; the keys of a block are the mask's `key_interval`, a slice without a copy.
-2. A block that attends nothing is not computed: its rows are 0, its lse -inf.
+2. A block that attends nothing is not computed: its rows are 0, its lse -inf (or the sink's logit).
 3. What the mask still excludes inside a block becomes an additive tensor, built once for all blocks that look alike.
 4. Causal chunks (``Causal & SameBlock(n)`` from row 0) become small causal squares without any tensor.
 5. `bands` is for masks whose blocks need far fewer keys than there are; `tile_queries` for long queries whose full
@@ -140,13 +140,15 @@ def _run_tiles(
     sq, skv = q.shape[2], k.shape[2]
     offset = reference.offset_of(op, sq, skv, t)
     assert isinstance(offset, int)
+    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     bias_of = tiling.TileBias(op, q, k, t)
-    log_sums: list[tuple[tiling.Tile, torch.Tensor | None]] = []
+    log_sums: list[tuple[tiling.Tile, torch.Tensor]] = []
 
     def results() -> Iterator[tuple[tiling.Tile, torch.Tensor | None]]:
         for tile in tiling.query_tiles(op, sq, skv, offset, block, t):
-            if tile.is_empty and not _has_sinks(op):
-                log_sums.append((tile, None))
+            if tile.is_empty:
+                shape = (q.shape[0], q.shape[1], tile.rows[1] - tile.rows[0])
+                log_sums.append((tile, reference.empty_lse(op, shape, t, acc, q.device)))
                 yield tile, None
                 continue
             lo, hi = tile.keys
@@ -165,7 +167,3 @@ def _run_tiles(
     if not op.outputs.lse:
         return out
     return Raw(out, tiling.join_rows(iter(log_sums), q, 0, float("-inf"), keep_graph))
-
-
-def _has_sinks(op: AttentionOp) -> bool:
-    return isinstance(op.weight, Softmax) and op.weight.sinks is not None

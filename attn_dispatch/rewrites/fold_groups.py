@@ -67,7 +67,7 @@ def _fold(op: AttentionOp, rows: int, makes_mask: bool) -> Rewritten:
     def adapt(run: Run) -> Run:
         return lambda q, k, v, t: _run_folded(op, biases, makes_mask, run, q, k, v, t)
 
-    return Rewritten(inner, adapt, 1.0, Cost(0.0, bias_bytes + query_bytes, 1.0 + 2.0 * makes_mask))
+    return Rewritten(inner, adapt, 1.0, Cost(0.0, bias_bytes + query_bytes, 2.0 + 2.0 * makes_mask))
 
 
 def _folded_desc(op: AttentionOp, desc: TensorDesc) -> TensorDesc:
@@ -98,8 +98,9 @@ def _run_folded(
         assert allowed is not None
         t = {**t, _MASK: _fold_rows(allowed[(None,) * (4 - allowed.ndim)], hkv, groups, sq)}
     result = inner(folded, k, v, t)
-    if op.outputs.lse:
-        return Raw(result.out.reshape(b, hq, sq, v.shape[3]), result.lse.reshape(b, hq, sq))
+    if op.outputs.lse or op.outputs.weights:
+        rest = [None if x is None else x.reshape(b, hq, sq, *x.shape[3:]) for x in (result.lse, result.weights)]
+        return Raw(result.out.reshape(b, hq, sq, v.shape[3]), *rest)
     return result.reshape(b, hq, sq, v.shape[3])
 
 

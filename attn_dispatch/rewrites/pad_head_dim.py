@@ -43,8 +43,8 @@ class PadHeadDim(Rewrite):
 
         def adapt(run: Run) -> Run:
             def outer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-                padded = [F.pad(x, (0, size - x.shape[3])) for x in (q, k, v)]
-                result = run(*padded, t)
+                q, k, wide = (F.pad(x, (0, size - x.shape[3])) for x in (q, k, v))
+                result = run(q, k, wide, t)
                 if op.outputs.lse:
                     return Raw(result.out[..., : v.shape[3]], result.lse)
                 return result[..., : v.shape[3]]

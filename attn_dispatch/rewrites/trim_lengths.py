@@ -52,7 +52,7 @@ class TrimLengths(Rewrite):
             "weights": op.outputs.weights,
             "q_offset:tensor": isinstance(op.q_offset, Ref),
             op.weight.feature: not isinstance(op.weight, Softmax),
-            "sinks": isinstance(op.weight, Softmax) and op.weight.sinks is not None and lengths.queries is not None,
+            "sinks": isinstance(op.weight, Softmax) and op.weight.sinks is not None and _empty_lse_wanted(op, lengths),
         }.items():
             if wrong:
                 return Reason("feature", word, text=f"not with {word}: the lengths are read on the host, per sequence")
@@ -111,6 +111,11 @@ def _run_trimmed(
         return out
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     return Raw(out, _assemble([(r, x) for r, _, x in pieces], q, (b, h, sq), -math.inf, acc, False))
+
+
+def _empty_lse_wanted(op: AttentionOp, lengths: _Lengths) -> bool:
+    """The lse of the rows that are cut off is asked for: with sinks it is the sink's logit, not the -inf put there."""
+    return op.outputs.lse or lengths.queries is not None
 
 
 def _spread(values: list[int], b: int) -> list[int]:

@@ -48,7 +48,10 @@ class Upcast(Rewrite):
                 halves = (torch.float16, torch.bfloat16)
                 t = {name: x.float() if x.dtype in halves else x for name, x in t.items()}
                 result = run(q.float(), k.float(), v.float(), t)
-                return Raw(result.out.to(q.dtype), result.lse) if op.outputs.lse else result.to(q.dtype)
+                if not (op.outputs.lse or op.outputs.weights):
+                    return result.to(q.dtype)
+                weights = None if result.weights is None else result.weights.to(q.dtype)
+                return Raw(result.out.to(q.dtype), result.lse, weights)
 
             return outer
 

@@ -135,8 +135,10 @@ def build(candidate: Candidate, op: AttentionOp) -> Executable:
 
 
 def rebuild(name: str, op: AttentionOp, registry: Registry) -> Candidate | None:
-    """The candidate of that name for another op of the same bucket, or None when it does not apply there."""
-    rewrites, backend_name = parse_name(name, registry)
+    """The candidate of that name for another op of the same bucket; None when it does not apply, or is gone."""
+    *rewrites, backend_name = name.split(" > ")
+    if backend_name not in registry.backends or any(rewrite not in registry.rewrites for rewrite in rewrites):
+        return None
     chain = Chain((), (), op)
     for rewrite_name in rewrites:
         result = _apply(registry.rewrites[rewrite_name], chain.op)

@@ -1,0 +1,121 @@
+"""`attn-dispatch bench`: run the cases, print ratios, write JSON. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from attn_dispatch.bench.cases import CASES, GROWING_STEPS, Case
+from attn_dispatch.bench.timing import interleaved
+
+__all__ = ["Row", "import_cost_ms", "run_bench", "run_case"]
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case; times are medians in microseconds, ratios are SDPA's time over ours."""
+
+    name: str
+    ours_us: float
+    as_given_us: float
+    best_us: float
+    spread_us: float
+    target: str
+    dense: bool
+    extra_mib: float | None = None
+
+    @property
+    def over_given(self) -> float:
+        """How many times faster than SDPA as given."""
+        return self.as_given_us / self.ours_us
+
+    @property
+    def over_best(self) -> float:
+        """How many times faster than SDPA's best form."""
+        return self.best_us / self.ours_us
+
+    @property
+    def note(self) -> str:
+        """The absolute difference where that is what counts."""
+        if self.name == "warm call":
+            return f"{self.ours_us - self.as_given_us:+.2f} us"
+        if self.name == "growing decode":
+            return f"{(self.ours_us - self.as_given_us) / GROWING_STEPS:+.2f} us a step"
+        return f"+{self.extra_mib:.0f} MiB" if self.extra_mib is not None else ""
+
+
+def run_case(case: Case, rounds: int) -> Row:
+    """Measure one case: ours, SDPA as given and SDPA's best form, in turn."""
+    made = case.make()
+    contenders = {"ours": made.ours, "as given": made.as_given}
+    if made.best is not None:
+        contenders["best"] = made.best
+    times = interleaved(contenders, rounds)
+    best = min(t.median_us for name, t in times.items() if name != "ours")
+    ours = times["ours"]
+    extra = _extra_memory_mib(case.name) if case.name.startswith("window") else None
+    return Row(
+        case.name, ours.median_us, times["as given"].median_us, best, ours.spread_us, case.target, case.dense, extra
+    )
+
+
+def _extra_memory_mib(name: str) -> float:
+    """Peak extra resident memory of our call, in a fresh process so that nothing was freed before it."""
+    code = (
+        "import resource, torch\n"
+        "from attn_dispatch.bench.cases import CASES, attention, _qkv\n"
+        "small = _qkv(1, 8, 8, 512, 512, 64)\n"
+        "attention(*small, window=(255, 0))\n"
+        "qkv = _qkv(1, 8, 8, 8192, 8192, 64)\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "attention(*qkv, window=(255, 0))\n"
+        "print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024)\n"
+    )
+    return float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+
+
+def import_cost_ms(rounds: int = 5) -> float:
+    """What ``import attn_dispatch`` and its `attention` cost beyond torch, median of fresh processes."""
+    code = (
+        "import time, torch, torch._dynamo\n"
+        "start = time.perf_counter()\n"
+        "import attn_dispatch; attn_dispatch.attention\n"
+        "print((time.perf_counter() - start) * 1e3)\n"
+    )
+    run = [sys.executable, "-c", code.replace(", torch._dynamo", "")]
+    return statistics.median(float(subprocess.run(run, capture_output=True, text=True).stdout) for _ in range(rounds))
+
+
+def run_bench(json_path: Path | None = None, only: str | None = None, rounds: int = 7) -> None:
+    """Run the suite and print its table.
+
+    Args:
+        json_path: where to write the rows as JSON. only: run the cases whose name holds this. rounds: rounds a case.
+    """
+    console = Console()
+    table = Table(title=f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {rounds} rounds")
+    for column in ("case", "ours", "SDPA as given", "SDPA best form", "over given", "over best", "", "target"):
+        table.add_column(column, justify="left" if column in ("case", "target") else "right")
+    rows = []
+    for case in CASES:
+        if only and only not in case.name:
+            continue
+        with torch.set_grad_enabled(case.name.startswith("training")), console.status(case.name):
+            row = run_case(case, rounds)
+        rows.append(row)
+        times = [f"{t:,.1f} us" for t in (row.ours_us, row.as_given_us, row.best_us)]
+        table.add_row(row.name, *times, f"{row.over_given:.2f}x", f"{row.over_best:.2f}x", row.note, row.target)
+    console.print(table)
+    import_ms = import_cost_ms()
+    console.print(f"import attn_dispatch beyond torch: {import_ms:.0f} ms (target <= 60 ms)")
+    if json_path is not None:
+        data = {"torch": torch.__version__, "import_ms": import_ms, "rows": [asdict(row) for row in rows]}
+        json_path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,117 @@
+"""The command line, ``attn-dispatch``: one module per command, each imported when its command runs.
+
+==============  ====================================================================================
+``doctor``      hardware, torch, backends, plugins that were set aside, configuration files, cache
+``backends``    what each backend can do, from its declared facts
+``explain``     what would run an op, given by flags or a file, and why
+``demo``        two real models through the dispatcher, compared with eager and with SDPA
+``bench``       ratios to torch's SDPA, measured here
+==============  ====================================================================================
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+__all__ = ["main"]
+
+app = typer.Typer(
+    name="attn-dispatch",
+    help="Which attention runs here, and why.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def main() -> None:
+    """The entry point; an error that attn_dispatch raises on purpose is one message and exit code 2."""
+    from attn_dispatch.errors import AttnDispatchError
+
+    try:
+        app()
+    except AttnDispatchError as error:
+        typer.echo(f"{type(error).__name__}: {error}", err=True)
+        raise SystemExit(2) from None
+
+
+@app.command("doctor")
+def doctor_command(as_json: AsJson = False) -> None:
+    """What is installed here and whether it works."""
+    from attn_dispatch.cli.doctor import run
+
+    run(as_json)
+
+
+@app.command("backends")
+def backends_command(
+    as_json: AsJson = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="Print what docs/support_matrix.md holds.")] = False,
+) -> None:
+    """What each backend can do, from its declared facts."""
+    from attn_dispatch.cli.backends import run
+
+    run(as_json, markdown)
+
+
+@app.command("explain")
+def explain_command(
+    file: Annotated[Path | None, typer.Argument(help="YAML or JSON file of an op (AttentionOp.to_dict).")] = None,
+    q: Annotated[str, typer.Option("--q", help="Query shape B,Hq,Sq,D.")] = "1,8,1024,64",
+    kv: Annotated[str, typer.Option("--kv", help="Hkv,Skv of key and value; as the query when left out.")] = "",
+    dv: Annotated[int, typer.Option("--dv", help="Head size of value; as D when 0.")] = 0,
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 (or f32, bf16) ...")] = "float32",
+    device: Annotated[str, typer.Option("--device", help="cpu, cuda ...")] = "cpu",
+    mask: Annotated[str, typer.Option("--mask", help='A mask in text form, "Causal & Window(255, 0)".')] = "",
+    causal: Annotated[bool, typer.Option("--causal", help="Causal, counted from key 0.")] = False,
+    window: Annotated[str, typer.Option("--window", help="L,R distances; none or -1 is unbounded.")] = "",
+    q_offset: Annotated[int | None, typer.Option("--q-offset", help="Key position of query 0.")] = None,
+    scale: Annotated[float | None, typer.Option("--scale", help="Factor of the scores.")] = None,
+    softcap: Annotated[float | None, typer.Option("--softcap", help="Soft cap of the scores.")] = None,
+    dropout: Annotated[float, typer.Option("--dropout", help="Dropout probability.")] = 0.0,
+    lse: Annotated[bool, typer.Option("--lse", help="The log-sum-exp is wanted.")] = False,
+    weights: Annotated[bool, typer.Option("--weights", help="The weights are wanted.")] = False,
+    grad: Annotated[bool, typer.Option("--grad", help="Gradients of query, key and value are wanted.")] = False,
+    backend: Annotated[list[str] | None, typer.Option("--backend", help="Backend or chain; may be repeated.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What would run an attention, and why; runs nothing."""
+    from attn_dispatch.cli.explain import Flags, run
+
+    flags = Flags(
+        q, kv, dv, dtype, device, mask, causal, window, q_offset, scale, softcap, dropout, lse, weights, grad
+    )
+    run(file, flags, tuple(backend or ()), as_json)
+
+
+@app.command("demo")
+def demo_command(
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to generate per prompt.")] = 40,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed rounds, interleaved.")] = 5,
+) -> None:
+    """MiniLM and SmolLM2 through the dispatcher: parity with eager, what ran and why, time against SDPA."""
+    from attn_dispatch.cli.demo import run
+
+    raise typer.Exit(run(tokens, rounds))
+
+
+@app.command("bench")
+def bench_command(
+    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the results as JSON here.")] = None,
+    only: Annotated[str | None, typer.Option("--only", help="Run cases whose name contains this.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds per case.")] = 15,
+) -> None:
+    """Ratios to torch's SDPA and to transformers' own, interleaved in one run."""
+    from attn_dispatch.bench.suite import run_bench
+
+    run_bench(json_path, only, rounds)
+
+
+if __name__ == "__main__":
+    main()

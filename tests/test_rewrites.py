@@ -1,0 +1,389 @@
+"""Rewrites: one test for each numbered rule of each docstring. That their results are right is the contract suite's."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+import re
+import sys
+
+import pytest
+import torch
+
+from attn_dispatch import dispatch, masks, reference
+from attn_dispatch.backend import Raw
+from attn_dispatch.capability import Reason
+from attn_dispatch.device import DeviceFacts
+from attn_dispatch.ir import AttentionOp, Bias, Ref, SoftCap, TensorDesc, verify
+from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths
+from attn_dispatch.passes import canonicalise
+from attn_dispatch.registry import current
+from attn_dispatch.rewrites import MAX_CHAIN, Rewritten, merge_parts
+from attn_dispatch.rewrites.bands import Bands, TileQueries
+from attn_dispatch.rewrites.densify_mask import DensifyMask
+from attn_dispatch.rewrites.fold_groups import FoldGroups
+from attn_dispatch.rewrites.merge_parts import ApplySinks, MergeParts, merge
+from attn_dispatch.rewrites.pad_head_dim import PadHeadDim
+from attn_dispatch.rewrites.trim_lengths import TrimLengths
+from attn_dispatch.rewrites.upcast import Upcast
+from attn_dispatch.selection.candidates import chains
+
+
+@pytest.fixture(autouse=True)
+def _four_threads(monkeypatch):
+    monkeypatch.setattr(merge_parts, "facts", lambda device: DeviceFacts(device, "test", "test", 4))
+
+
+class Call:
+    """A call, its canonical op, and what one rewrite makes of it while its inner runs are watched."""
+
+    def __init__(self, b=1, hq=2, hkv=2, sq=8, skv=8, d=8, dv=8, dtype=torch.float32, **arguments):
+        gen = torch.Generator().manual_seed(1)
+        shapes = ((b, hq, sq, d), (b, hkv, skv, d), (b, hkv, skv, dv))
+        self.tensors = [torch.randn(s, generator=gen).to(dtype) for s in shapes]
+        plan = dispatch.plan(*self.tensors, enable_gqa=hq != hkv, **arguments)
+        self.op, _ = canonicalise(plan.binding.op)
+        self.operands = plan.binding.operands(plan.tensors)
+        self.inner: list[tuple[list[torch.Tensor], dict[str, torch.Tensor]]] = []
+
+    def apply(self, rewrite) -> Rewritten:
+        done = rewrite.apply(self.op)
+        assert isinstance(done, Rewritten), str(done)
+        verify(done.inner)
+        return done
+
+    def run(self, rewrite):
+        """The result by the rewrite, inner runs done by the reference at their own sizes."""
+        done = self.apply(rewrite)
+        inner = done.inner
+
+        def run(q, k, v, t):
+            self.inner.append(([q, k, v], dict(t)))
+            raw = reference.attention(inner, q, k, v, t)
+            return raw if inner.outputs.lse or inner.outputs.weights else raw.out
+
+        return done.adapt(run)(*self.tensors, self.operands)
+
+    def want(self) -> Raw:
+        return reference.attention(self.op, *self.tensors, self.operands)
+
+    def key_lengths_seen(self) -> list[int]:
+        return [tensors[1].shape[2] for tensors, _ in self.inner]
+
+
+def refusal(rewrite, call: Call) -> str:
+    reason = rewrite.apply(call.op)
+    assert isinstance(reason, Reason)
+    return str(reason)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, atol: float = 2e-6) -> None:
+    torch.testing.assert_close(got, want, atol=atol, rtol=1e-5)
+
+
+# --- the list --------------------------------------------------------------------------------------------------------
+
+
+def test_the_rewrites_stand_in_the_order_of_their_numbers_and_chains_rise():
+    orders = [rewrite.order for rewrite in current().rewrites.values()]
+    assert orders == sorted(set(orders))
+    call = Call(b=2, hq=4, sq=200, skv=200, d=12, window=(15, 0), key_lengths=torch.tensor([200, 90]))
+    found, _ = chains(call.op, current())
+    assert max(len(chain.names) for chain in found) == MAX_CHAIN
+    for chain in found:
+        numbers = [current().rewrites[name].order for name in chain.names]
+        assert numbers == sorted(set(numbers))
+
+
+def test_every_numbered_rule_has_a_test_here():
+    this = inspect.getsource(sys.modules[__name__])
+    for rewrite in current().rewrites.values():
+        module = inspect.getmodule(type(rewrite))
+        for n in re.findall(r"^(\d+)\. ", module.__doc__, re.M):
+            assert f"def test_{module.__name__.rpartition('.')[2]}_rule_{n}_" in this, (rewrite.name, n)
+
+
+# --- fold_groups -----------------------------------------------------------------------------------------------------
+
+
+def test_fold_groups_rule_1_makes_rows_of_the_heads_of_a_group():
+    call = Call(hq=6, hkv=2, sq=3)
+    close(call.run(FoldGroups()), call.want().out)
+    assert call.inner[0][0][0].shape == (1, 2, 9, 8)
+
+
+def test_fold_groups_rule_2_keeps_a_mask_that_is_the_same_for_every_row():
+    call = Call(b=2, hq=4, key_lengths=torch.tensor([3, 8]))
+    assert isinstance(call.apply(FoldGroups()).inner.mask, KeyLengths)
+    close(call.run(FoldGroups()), call.want().out)
+
+
+@pytest.mark.parametrize("bias", [(1, 4, 8, 8), (1, 1, 8, 8), (1, 4, 1, 8), (1, 1, 1, 8)], ids=str)
+def test_fold_groups_rule_3_repeats_or_regroups_a_mask_or_bias_per_row(bias):
+    call = Call(hq=4, is_causal=True, bias=torch.randn(bias))
+    assert isinstance(call.apply(FoldGroups()).inner.mask, Dense)
+    close(call.run(FoldGroups()), call.want().out)
+
+
+def test_fold_groups_rule_4_declines_where_the_written_out_mask_would_be_too_large():
+    call = Call(hq=4, sq=8, is_causal=True)
+    long = call.op.resized(1, 4096, 4096)
+    assert "written out" in str(FoldGroups().apply(long))
+    assert isinstance(FoldGroups().apply(long.with_(mask=Full())), Rewritten)
+
+
+@pytest.mark.parametrize(
+    ("word", "arguments"),
+    [("sinks", {"sinks": torch.zeros(4)}), ("dropout", {"dropout_p": 0.5}), ("Alibi", {"bias": torch.ones(4)})],
+)
+def test_fold_groups_refuses_what_belongs_to_a_query_head(word, arguments):
+    assert word in refusal(FoldGroups(), Call(hq=4, **arguments))
+
+
+def test_fold_groups_has_nothing_to_do_without_groups():
+    assert "no groups" in refusal(FoldGroups(), Call())
+
+
+def test_fold_groups_gives_back_lse_and_weights_of_the_query_heads():
+    call = Call(hq=4, return_lse=True, return_weights=True)
+    got, want = call.run(FoldGroups()), call.want()
+    close(got.lse, want.lse)
+    close(got.weights, want.weights)
+
+
+# --- trim_lengths ----------------------------------------------------------------------------------------------------
+
+
+def test_trim_lengths_rule_1_never_reads_padded_keys():
+    call = Call(b=3, key_lengths=torch.tensor([3, 8, 5]))
+    call.tensors[1][0, :, 3:] = math.nan
+    call.tensors[2][0, :, 3:] = math.nan
+    close(call.run(TrimLengths()), call.want().out)
+    assert sorted(call.key_lengths_seen()) == [3, 5, 8]
+
+
+def test_trim_lengths_rule_2_gives_padded_queries_0_and_minus_infinity():
+    call = Call(b=2, query_lengths=torch.tensor([3, 0]), return_lse=True)
+    got = call.run(TrimLengths())
+    close(got.out, call.want().out)
+    assert (got.out[0, :, 3:] == 0).all()
+    assert torch.isneginf(got.lse[1]).all()
+    assert [tensors[0].shape[2] for tensors, _ in call.inner] == [3]
+
+
+def test_trim_lengths_rule_3_runs_equal_lengths_as_one_batch():
+    call = Call(b=4, key_lengths=torch.tensor([5, 2, 5, 5]))
+    close(call.run(TrimLengths()), call.want().out)
+    assert sorted(tensors[0].shape[0] for tensors, _ in call.inner) == [1, 3]
+
+
+def test_trim_lengths_rule_4_is_not_for_a_gpu_nor_for_tensors_without_values():
+    op = Call(b=2, key_lengths=torch.tensor([3, 8])).op
+    on_gpu = op.with_(query=TensorDesc(op.query.shape, "float32", "cuda"))
+    for other in (on_gpu, op.with_(traced=True)):
+        assert "read on the host" in str(TrimLengths().apply(other))
+
+
+def test_trim_lengths_keeps_the_positions_of_the_padded_call():
+    call = Call(b=2, sq=4, skv=8, attn_mask=masks.causal(), key_lengths=torch.tensor([6, 8]))
+    close(call.run(TrimLengths()), call.want().out)
+
+
+def test_trim_lengths_refuses_the_lse_of_empty_sequences_with_sinks():
+    assert "sinks" in refusal(
+        TrimLengths(), Call(b=2, key_lengths=torch.tensor([0, 8]), sinks=torch.zeros(2), return_lse=True)
+    )
+
+
+# --- bands and tile_queries ------------------------------------------------------------------------------------------
+
+
+def test_bands_rule_1_hands_each_block_of_rows_only_the_keys_that_it_may_attend():
+    call = Call(sq=200, skv=200, window=(9, 0))
+    close(call.run(Bands()), call.want().out)
+    assert call.key_lengths_seen() == [64, 73, 73, 17]
+    storage = call.tensors[1].untyped_storage().data_ptr()
+    assert all(tensors[1].untyped_storage().data_ptr() == storage for tensors, _ in call.inner)
+
+
+def test_bands_rule_2_does_not_compute_blocks_that_attend_nothing():
+    call = Call(sq=200, skv=200, window=(9, 0), q_offset=-140, return_lse=True)
+    got, want = call.run(Bands()), call.want()
+    assert len(call.inner) == 2
+    close(got.out, want.out)
+    close(got.lse, want.lse)
+    assert (got.out[:, :, :128] == 0).all()
+
+
+def test_bands_rule_2_gives_rows_that_attend_nothing_the_lse_of_their_sink():
+    sinks = torch.tensor([0.5, -1.0])
+    call = Call(sq=200, skv=200, window=(9, 0), q_offset=-140, return_lse=True, sinks=sinks)
+    got = call.run(Bands())
+    close(got.lse, call.want().lse)
+    close(got.lse[0, :, 0], sinks)
+
+
+def test_bands_rule_3_builds_the_bias_of_blocks_that_look_alike_once():
+    call = Call(sq=320, skv=320, window=(9, 0))
+    call.run(Bands())
+    biases = [t["tile_bias"] for _, t in call.inner]
+    assert len(biases) == 5
+    assert len({b.data_ptr() for b in biases}) == 2  # the first block, and all others
+
+
+def test_bands_rule_4_makes_small_causal_squares_of_causal_chunks():
+    call = Call(sq=160, skv=160, attn_mask=masks.chunked(64))
+    assert call.apply(Bands()).inner.mask == Causal()
+    close(call.run(Bands()), call.want().out)
+    assert call.key_lengths_seen() == [64, 64, 32]
+    assert all("tile_bias" not in t for _, t in call.inner)
+
+
+def test_bands_rule_5_is_for_narrow_masks_and_tile_queries_for_long_queries_of_any():
+    wide, narrow = Call(sq=300, skv=40), Call(sq=300, skv=300, window=(9, 0))
+    assert "of 40 keys" in refusal(Bands(), wide)
+    assert "bands cuts this mask better" in refusal(TileQueries(), narrow)
+    assert "Sq 8 < 256" in refusal(TileQueries(), Call())
+    close(wide.run(TileQueries()), wide.want().out)
+    assert [tensors[0].shape[2] for tensors, _ in wide.inner] == [128, 128, 44]
+
+
+# --- merge_parts and apply_sinks -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("skv", [1024, 1027])
+def test_merge_parts_rule_1_splits_the_keys_of_a_decode_step_into_extra_heads(skv):
+    call = Call(hq=4, hkv=1, sq=1, skv=skv, return_lse=True)
+    got, want = call.run(MergeParts()), call.want()
+    close(got.out, want.out)
+    close(got.lse, want.lse)
+    assert call.inner[0][0][1].shape == (1, 4, 256, 8)
+    assert len(call.inner) == (1 if skv % 4 == 0 else 2)
+
+
+def test_merge_parts_rule_2_applies_the_sinks_to_the_final_lse_once():
+    call = Call(sinks=torch.tensor([0.3, -2.0]), is_causal=True, return_lse=True)
+    got, want = call.run(ApplySinks()), call.want()
+    close(got.out, want.out)
+    close(got.lse, want.lse)
+    assert call.inner[0][1] == {}
+
+
+@pytest.mark.parametrize(
+    ("rewrite", "call"),
+    [(MergeParts(), Call(hkv=1, sq=1, skv=1024)), (ApplySinks(), Call(sinks=torch.zeros(2)))],
+    ids=["merge_parts", "apply_sinks"],
+)
+def test_merge_parts_rule_3_is_illegal_with_gradients(rewrite, call):
+    assert isinstance(rewrite.apply(call.op), Rewritten)
+    for changes in ({"grad": ("query",)}, {"higher_order": True}):
+        assert "lse" in str(rewrite.apply(call.op.with_(**changes)))
+
+
+def parts_of(call: Call, cuts: list[int]) -> list[Raw]:
+    q, k, v = call.tensors
+    op = call.op
+    ends = [0, *cuts, k.shape[2]]
+    return [reference.attention(op, q, k[:, :, a:b], v[:, :, a:b], {}) for a, b in itertools.pairwise(ends)]
+
+
+def test_merging_is_associative_commutative_and_has_a_neutral_element():
+    call = Call(return_lse=True)
+    a, b, c = parts_of(call, [2, 5])
+    whole = call.want()
+    nothing = Raw(torch.zeros_like(a.out), torch.full_like(a.lse, -math.inf))
+    ways = (merge([a, b, c]), merge([merge([a, b]), c]), merge([c, merge([b, a])]), merge([nothing, a, b, c, nothing]))
+    for got in ways:
+        close(got.out, whole.out)
+        close(got.lse, whole.lse)
+    empty = merge([nothing, nothing])
+    assert (empty.out == 0).all()
+    assert torch.isneginf(empty.lse).all()
+
+
+# --- upcast ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_upcast_rule_1_computes_in_float32_and_rounds_the_output_once(dtype):
+    call = Call(dtype=dtype, return_lse=True, return_weights=True, attn_mask=torch.randn(8, 8).to(dtype))
+    got = call.run(Upcast())
+    tensors, operands = call.inner[0]
+    assert {x.dtype for x in (*tensors, *operands.values())} == {torch.float32}
+    assert (got.out.dtype, got.lse.dtype, got.weights.dtype) == (dtype, torch.float32, dtype)
+    exact = reference.attention(call.op, *(x.float() for x in call.tensors), operands)
+    assert torch.equal(got.out, exact.out.to(dtype))
+
+
+def test_upcast_rule_2_is_a_candidate_for_half_precision_only():
+    assert "needs no upcast" in refusal(Upcast(), Call())
+    assert isinstance(Upcast().apply(Call(dtype=torch.bfloat16).op), Rewritten)
+
+
+# --- pad_head_dim ----------------------------------------------------------------------------------------------------
+
+
+def test_pad_head_dim_rule_1_pads_to_the_next_multiple_of_8_of_the_larger_size():
+    inner = Call(d=5, dv=11).apply(PadHeadDim()).inner
+    assert (inner.D, inner.Dv) == (16, 16)
+    assert "multiple of 8" in refusal(PadHeadDim(), Call(d=16, dv=16))
+
+
+def test_pad_head_dim_rule_2_adds_zeros_and_cuts_the_output():
+    call = Call(d=5, dv=11, return_lse=True)
+    got = call.run(PadHeadDim())
+    close(got.out, call.want().out)
+    close(got.lse, call.want().lse)
+    assert all((x[..., size:] == 0).all() for x, size in zip(call.inner[0][0], (5, 5, 11), strict=True))
+
+
+def test_pad_head_dim_rule_3_keeps_the_scale_of_the_true_head_size():
+    op = Call(d=5).op
+    assert PadHeadDim().apply(op.with_(scale=None)).inner.scale == 5**-0.5
+
+
+# --- densify_mask ----------------------------------------------------------------------------------------------------
+
+
+def test_densify_mask_rule_1_writes_any_mask_out_as_one_boolean_tensor():
+    call = Call(b=2, attn_mask=masks.strided(3) | masks.key_lengths([2, 4]))
+    close(call.run(DensifyMask()), call.want().out)
+    assert [name for name, _ in call.apply(DensifyMask()).inner.operands] == ["dense_mask"]
+    assert call.inner[0][1]["dense_mask"].shape == (2, 1, 8, 8)
+    assert call.inner[0][1]["dense_mask"].dtype == torch.bool
+
+
+def test_densify_mask_rule_2_writes_alibi_out_as_a_bias():
+    call = Call(bias=torch.tensor([0.5, 0.25]), softcap=3.0, attn_mask=masks.causal())
+    inner = call.apply(DensifyMask()).inner
+    assert inner.score == (SoftCap(3.0), Bias(Ref("alibi_bias")))
+    close(call.run(DensifyMask()), call.want().out)
+
+
+def test_densify_mask_rule_3_leaves_nan_in_excluded_keys_to_the_guard():
+    call = Call(attn_mask=masks.sliding_window(2))
+    q, k, v = call.tensors
+    k[:, :, 2] = math.nan
+    v[:, :, 2] = math.nan
+    out = dispatch.attention(q, k, v, attn_mask=masks.sliding_window(2), backend="densify_mask > sdpa_math")
+    rows = torch.isnan(out).any(-1).any(1)[0]
+    assert rows.tolist() == [False, False, True, True, False, False, False, False]
+
+
+def test_densify_mask_has_nothing_to_do_for_full_and_dense_masks():
+    for arguments in ({}, {"attn_mask": torch.rand(8, 8) < 0.5}):
+        assert "nothing to write out" in refusal(DensifyMask(), Call(**arguments))
+
+
+def test_a_rewrite_that_raises_is_refused_with_its_error_and_not_silently():
+    class Raises(Upcast):
+        name = "raises"
+
+        def apply(self, op: AttentionOp) -> Rewritten | Reason:
+            raise RuntimeError("broken rewrite")
+
+    registry = current()
+    broken = type(registry)(registry.backends, {"raises": Raises()})
+    _, refused = chains(Call().op, broken)
+    assert "broken rewrite" in str(refused["raises"])

@@ -26,7 +26,7 @@ class Entry:
     """One op as one layer runs it.
 
     Args:
-        op: the canonical op. layer: name of the layer, "" when nobody said. phase: ``prefill``, ``decode`` or ``cross``.
+        op: the canonical op. layer: the layer's name, "" when nobody said. phase: ``prefill``, ``decode`` or ``cross``.
         candidate: what ran it; source, why: where that choice came from. count: how often.
     """
 

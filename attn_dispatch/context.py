@@ -72,7 +72,7 @@ def use(
     """Ask for backends around calls; restored on leaving, on exceptions too, and seen by this thread or task alone.
 
     Args:
-        backend: a backend (``"sdpa_flash"``), a chain (``"fold_groups > sdpa_flash"``) or a list in order of preference.
+        backend: a backend (``"sdpa_flash"``), a chain (``"fold_groups > sdpa_flash"``) or a list, best first.
         autotune: ``"off"``, ``"cached"`` or ``"on"``; None keeps what is set.
         require: raise when none of them can run a call; False falls back and warns once.
 

@@ -172,7 +172,7 @@ def _decide_for_bucket(op: AttentionOp, requests: tuple[Request, ...], registry:
 
 
 def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Registry) -> Run:
-    """Keep NaN and Inf in excluded keys from leaking: DESIGN section 2 forbids it for lengths, windows, blocks, segments.
+    """Keep NaN and Inf in excluded keys from leaking, which no mask by length, window, block or segment may allow.
 
     A leak shows as a non-finite output (0 * NaN, -inf + NaN), so the output is looked at, which costs little, and only
     then the op is run again by the specification. On a GPU looking would wait for the device: there excluded columns

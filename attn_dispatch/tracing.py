@@ -80,7 +80,7 @@ def exported(
     window: Any, softcap: Any, bias: Any, sinks: Any, query_lengths: Any, key_lengths: Any, q_offset: Any,
     variant: Any, layout: Any, return_lse: Any, return_weights: Any, backend: Any,
 ) -> Any:  # fmt: skip
-    """`dispatch.attention` while torch.export (or the ONNX exporter) traces it: plain ATen ops, no decision by length."""
+    """`dispatch.attention` while torch.export or the ONNX exporter traces it: plain ATen ops, no test of a length."""
     if backend not in (None, "eager"):
         text = f"backend={backend!r} cannot be honoured in an export: it would have to be an operator of its own"
         raise NoBackendError(f"{text}\n  try  leave it out, or backend='eager'", {str(backend): []})

@@ -57,7 +57,9 @@ def gpt_oss() -> Any:
 
 def llama4() -> Any:
     config = hf.Llama4TextConfig(
-        **small(attention_chunk_size=4, head_dim=8, num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=48)
+        **small(
+            attention_chunk_size=4, head_dim=8, num_local_experts=2, num_experts_per_tok=1, intermediate_size_mlp=48
+        )
     )
     return hf.Llama4ForCausalLM(config)
 

@@ -1,4 +1,4 @@
-"""``sdpa_efficient``: the memory-efficient CUDA kernel (CUTLASS), the one fused kernel there that takes a mask tensor."""
+"""``sdpa_efficient``: the memory-efficient CUDA kernel (CUTLASS), the fused one there that takes a mask tensor."""
 
 from __future__ import annotations
 

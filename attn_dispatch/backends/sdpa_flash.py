@@ -1,8 +1,9 @@
 """``sdpa_flash``: torch's fused flash kernels, on the CPU and on CUDA. Their facts have little in common.
 
-The CPU kernel needs guarding (measured on torch 2.13): it kills the process for a size of 0, reads a non-contiguous last
-dimension wrongly, says lse 0.0 for an empty row, gives NaN for ``scale <= 0`` with its causal flag, and loses the NaN of
-a query row when there are fewer keys than one vector register holds. The limits and the executable below see to each.
+The CPU kernel needs guarding (measured on torch 2.13): it kills the process for a size of 0, reads a non-contiguous
+last dimension wrongly, says lse 0.0 for an empty row, gives NaN for ``scale <= 0`` with its causal flag, and loses the
+NaN of a query row when there are fewer keys than one vector register holds. The limits and the executable below see to
+each.
 """
 
 from __future__ import annotations

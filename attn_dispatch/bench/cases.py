@@ -11,7 +11,7 @@ import torch.nn.functional as F
 
 from attn_dispatch.dispatch import attention
 
-__all__ = ["CASES", "Case", "Contenders"]
+__all__ = ["CASES", "Case", "Contenders", "make_qkv"]
 
 sdpa = F.scaled_dot_product_attention
 
@@ -40,7 +40,7 @@ class Case:
     dense: bool = False
 
 
-def _qkv(
+def make_qkv(
     b: int, hq: int, hkv: int, sq: int, skv: int, d: int, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
@@ -49,21 +49,23 @@ def _qkv(
     return q, k, v
 
 
-def _dense(name: str, sizes: tuple[int, int, int, int, int, int], causal: bool = False, dtype: torch.dtype = torch.float32) -> Case:
+def _dense(
+    name: str, sizes: tuple[int, int, int, int, int, int], causal: bool = False, dtype: torch.dtype = torch.float32
+) -> Case:
     def make() -> Contenders:
-        q, k, v = _qkv(*sizes, dtype)
+        q, k, v = make_qkv(*sizes, dtype)
         return Contenders(lambda: attention(q, k, v, is_causal=causal), lambda: sdpa(q, k, v, is_causal=causal))
 
     return Case(name, make, "<= 1.05x SDPA's time", dense=True)
 
 
 def _warm() -> Contenders:
-    q, k, v = _qkv(1, 8, 8, 1, 16, 64)
+    q, k, v = make_qkv(1, 8, 8, 1, 16, 64)
     return Contenders(lambda: attention(q, k, v), lambda: sdpa(q, k, v))
 
 
 def _growing() -> Contenders:
-    q, k, v = _qkv(1, 8, 8, 1, 384, 64)
+    q, k, v = make_qkv(1, 8, 8, 1, 384, 64)
     steps = [(k[:, :, :n], v[:, :, :n]) for n in range(65, 385)]
 
     def ours() -> None:
@@ -81,7 +83,7 @@ GROWING_STEPS = 320
 
 
 def _gqa_decode() -> Contenders:
-    q, k, v = _qkv(1, 32, 8, 1, 8192, 128)
+    q, k, v = make_qkv(1, 32, 8, 1, 8192, 128)
     groups = (1, 8, 4, 128)
     return Contenders(
         lambda: attention(q, k, v, enable_gqa=True),
@@ -91,7 +93,7 @@ def _gqa_decode() -> Contenders:
 
 
 def _gqa_prefill() -> Contenders:
-    q, k, v = _qkv(1, 9, 3, 512, 512, 64)
+    q, k, v = make_qkv(1, 9, 3, 512, 512, 64)
     return Contenders(
         lambda: attention(q, k, v, is_causal=True, enable_gqa=True),
         lambda: sdpa(q, k, v, is_causal=True, enable_gqa=True),
@@ -99,7 +101,7 @@ def _gqa_prefill() -> Contenders:
 
 
 def _window() -> Contenders:
-    q, k, v = _qkv(1, 8, 8, 8192, 8192, 64)
+    q, k, v = make_qkv(1, 8, 8, 8192, 8192, 64)
     i = torch.arange(8192)
     mask = (i[None] <= i[:, None]) & (i[None] > i[:, None] - 256)
     return Contenders(lambda: attention(q, k, v, window=(255, 0)), lambda: sdpa(q, k, v, attn_mask=mask))
@@ -110,7 +112,7 @@ _LENGTHS = (1024, 100, 300, 512)
 
 def _padded(queries: bool) -> Callable[[], Contenders]:
     def make() -> Contenders:
-        q, k, v = _qkv(4, 12, 12, 1024, 1024, 64)
+        q, k, v = make_qkv(4, 12, 12, 1024, 1024, 64)
         lengths = torch.tensor(_LENGTHS)
         mask = (torch.arange(1024) < lengths[:, None])[:, None, None]
         rows = lengths if queries else None
@@ -122,7 +124,7 @@ def _padded(queries: bool) -> Callable[[], Contenders]:
 
 
 def _causal_tensor() -> Contenders:
-    q, k, v = _qkv(1, 8, 8, 2048, 2048, 64)
+    q, k, v = make_qkv(1, 8, 8, 2048, 2048, 64)
     mask = torch.ones(2048, 2048, dtype=torch.bool).tril()
     return Contenders(
         lambda: attention(q, k, v, attn_mask=mask),
@@ -132,7 +134,7 @@ def _causal_tensor() -> Contenders:
 
 
 def _training() -> Contenders:
-    q, k, v = (x.requires_grad_() for x in _qkv(2, 8, 8, 512, 512, 64))
+    q, k, v = (x.requires_grad_() for x in make_qkv(2, 8, 8, 512, 512, 64))
 
     def step(f: Callable[..., torch.Tensor]) -> None:
         f(q, k, v, is_causal=True).sum().backward()

@@ -84,15 +84,13 @@ def explain_command(
     """What would run an attention, and why; runs nothing."""
     from attn_dispatch.cli.explain import Flags, run
 
-    flags = Flags(
-        q, kv, dv, dtype, device, mask, causal, window, q_offset, scale, softcap, dropout, lse, weights, grad
-    )
+    flags = Flags(q, kv, dv, dtype, device, mask, causal, window, q_offset, scale, softcap, dropout, lse, weights, grad)
     run(file, flags, tuple(backend or ()), as_json)
 
 
 @app.command("demo")
 def demo_command(
-    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to generate per prompt.")] = 40,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Tokens to generate per prompt.")] = 32,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Timed rounds, interleaved.")] = 5,
 ) -> None:
     """MiniLM and SmolLM2 through the dispatcher: parity with eager, what ran and why, time against SDPA."""

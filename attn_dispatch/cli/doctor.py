@@ -102,13 +102,17 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"{device['type']:<14} {device['name']}   {device['arch']}{threads}")
     torch_facts = found["torch"]
     if not torch_facts["cuda_available"]:
-        built = f"torch is built for CUDA {torch_facts['cuda']}" if torch_facts["cuda"] else "torch is built without CUDA"
+        built = (
+            f"torch is built for CUDA {torch_facts['cuda']}" if torch_facts["cuda"] else "torch is built without CUDA"
+        )
         lines.append(f"{'cuda':<14} not here: {built}")
     libraries = "   ".join(f"{name} {version}" for name, version in found["libraries"].items())
     lines += [f"libraries      {libraries}   (torch uses {torch_facts['cpu_capability']})", "", "backends"]
     for b in found["backends"]:
         state = "ready" if b["available"] else f"not available: {b['reason']}"
-        lines.append(f"  {b['name']:<16} {b['version']:<14} {', '.join(b['devices']):<24} {b['distribution']}   {state}")
+        lines.append(
+            f"  {b['name']:<16} {b['version']:<14} {', '.join(b['devices']):<24} {b['distribution']}   {state}"
+        )
     lines += ["", f"rewrites       {', '.join(r['name'] for r in found['rewrites'])}", "", "plugins set aside"]
     for entry in found["quarantined"]:
         lines.append(f"  {entry['name']} ({entry['distribution']}): {entry['error']}")

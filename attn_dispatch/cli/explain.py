@@ -75,7 +75,9 @@ def read_op(file: Path) -> AttentionOp:
         op = AttentionOp.from_dict(data)
         verify(op)
     except KeyError as error:
-        raise InputError(f"{file}: not an op: {error} is missing", remedy="the output of AttentionOp.to_dict()") from None
+        raise InputError(
+            f"{file}: not an op: {error} is missing", remedy="the output of AttentionOp.to_dict()"
+        ) from None
     except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
         raise InputError(f"{file}: not an op: {error}", remedy="the output of AttentionOp.to_dict()") from None
     return op
@@ -101,15 +103,15 @@ def op_from_flags(flags: Flags) -> AttentionOp:
         raise InputError(f"--dtype {flags.dtype} is no dtype of torch", remedy="--dtype float32, bfloat16, float16")
     sizes = ((b, hq, sq, d), (b, hkv, skv, d), (b, hkv, skv, flags.dv or d))
     # meta tensors: shapes without memory, so that an op of any size and for any device can be explained here
-    tensors = [torch.empty(size, dtype=dtype, device="meta", requires_grad=flags.grad) for size in sizes]
+    query, key, value = (torch.empty(size, dtype=dtype, device="meta", requires_grad=flags.grad) for size in sizes)
     options = Options(
         _mask(flags.mask), flags.dropout, flags.causal, flags.scale, None, _window(flags.window), flags.softcap,
         flags.q_offset, return_lse=flags.lse, return_weights=flags.weights,
     )  # fmt: skip
     with torch.enable_grad():
-        op = describe(*tensors, {}, options).op
-    descs = {key: getattr(op, key) for key in ("query", "key", "value")}
-    moved = {key: TensorDesc(desc.shape, desc.dtype, flags.device, desc.strides) for key, desc in descs.items()}
+        op = describe(query, key, value, {}, options).op
+    descs = {role: getattr(op, role) for role in ("query", "key", "value")}
+    moved = {role: TensorDesc(desc.shape, desc.dtype, flags.device, desc.strides) for role, desc in descs.items()}
     return op.with_(**moved)
 
 
@@ -134,7 +136,9 @@ def _window(text: str) -> tuple[Any, Any] | None:
     try:
         left, right = (None if end in ("none", "-1", "") else int(end) for end in ends)
     except ValueError:
-        raise InputError(f"--window takes L,R, got {text!r}", remedy="--window 255,0 is 256 keys, self included") from None
+        raise InputError(
+            f"--window takes L,R, got {text!r}", remedy="--window 255,0 is 256 keys, self included"
+        ) from None
     return left, right
 
 
@@ -150,5 +154,7 @@ def _mask(text: str) -> Mask | None:
         raise InputError(f"--mask {text!r}: {error}", remedy='--mask "Causal & Window(255, 0)"') from None
     if mask.refs():
         names = ", ".join(mask.refs())
-        raise InputError(f"--mask names the tensors {names}, which flags cannot describe", remedy="give the op as a file")
+        raise InputError(
+            f"--mask names the tensors {names}, which flags cannot describe", remedy="give the op as a file"
+        )
     return mask

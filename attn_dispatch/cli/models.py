@@ -1,4 +1,4 @@
-"""The two models of the demo, as their PyPI packages ship them, and the text that they run on. Nothing is downloaded."""
+"""The two models of the demo, as their PyPI packages ship them, and the text they run on. Nothing is downloaded."""
 
 from __future__ import annotations
 

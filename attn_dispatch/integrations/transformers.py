@@ -60,7 +60,7 @@ class ModelMask(torch.Tensor):
     q_offset: int
 
     # properties and methods act as on any tensor; operators arrive in __torch_dispatch__
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, mask: Mask, q_offset: int, shape: tuple[int, ...], device: Any = "cpu") -> ModelMask:
@@ -74,12 +74,14 @@ class ModelMask(torch.Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"ModelMask({self.mask}, q_offset={self.q_offset}, shape={tuple(self.shape)})"
 
-    def values(self) -> torch.Tensor:  # type: ignore[override]
+    def values(self) -> torch.Tensor:
         """The mask as an ordinary tensor."""
         return self.mask.dense(self.shape[2], self.shape[3], self.q_offset, device=self.device).expand(self.shape)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func._schema.is_mutable and any(isinstance(x, cls) for x in args[:1]):
             raise InputError(f"{func} would write into a mask of attn_dispatch", remedy="mask.clone() first")
         args, kwargs = tree_map_only(cls, cls.values, (args, kwargs or {}))
@@ -237,7 +239,7 @@ def _overlay_as_mask(name: str, cells: dict[str, Any], kv_offset: int) -> Mask |
         return None if shifted or left is None else SameBlock(cells["chunk_size"])
     if name == "packed_sequence_mask_function" and isinstance(cells.get("packed_sequence_mask"), torch.Tensor):
         ids = cells["packed_sequence_mask"]
-        return Segments(ids, ids)  # type: ignore[arg-type]
+        return Segments(ids, ids)
     return None
 
 
@@ -281,7 +283,8 @@ def attention_forward(
     """
     unknown = {name: given for name, given in kwargs.items() if name not in _SAYS_NOTHING and given is not None}
     if unknown:
-        problem = f"{type(module).__name__} hands {', '.join(sorted(unknown))} to attention, which attn_dispatch does not know"
+        names = ", ".join(sorted(unknown))
+        problem = f"{type(module).__name__} hands {names} to attention, which attn_dispatch does not know"
         raise InputError(problem, remedy='attn_implementation="sdpa" or "eager" for this model')
     mask, q_offset, causal = _mask_arguments(module, query, key, attention_mask, is_causal)
     token = current_layer.set(_layer_name(module))

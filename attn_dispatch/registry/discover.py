@@ -14,6 +14,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
@@ -117,8 +118,12 @@ def discover(extra: Iterable[tuple[str, Any]] = ()) -> Registry:
         seen.add(point.value)
         collector.load(point.name, _origin(point), point.load)
     for name, plugin in extra:
-        collector.load(name, f"{name} (given in code)", lambda plugin=plugin: plugin)
+        collector.load(name, f"{name} (given in code)", partial(_given, plugin))
     return collector.finish()
+
+
+def _given(plugin: Any) -> Any:
+    return plugin
 
 
 def _origin(point: EntryPoint) -> str:
@@ -129,6 +134,7 @@ class _Collector:
     def __init__(self) -> None:
         self.backends: dict[str, tuple[Backend, str]] = {}
         self.rewrites: dict[str, tuple[Rewrite, str]] = {}
+        self.contested: dict[str, str] = {}  # names that two strangers claimed, with the first claimant
         self.known_bad: list[dict[str, Any]] = []
         self.quarantined: list[Quarantined] = []
 
@@ -151,19 +157,23 @@ class _Collector:
         except BaseException as error:  # noqa: BLE001 - a plugin may raise anything, SystemExit included; it is recorded
             self.set_aside(name, origin, f"{type(error).__name__}: {error}", traceback.format_exc())
             return
-        for thing, table in [*((b, self.backends) for b in backends), *((r, self.rewrites) for r in rewrites)]:
-            self._take(thing, table, origin)  # type: ignore[arg-type]
+        for backend in backends:
+            self._take(backend, self.backends, origin)
+        for rewrite in rewrites:
+            self._take(rewrite, self.rewrites, origin)
         self.known_bad += known_bad
 
     def _take(self, thing: Any, table: dict[str, tuple[Any, str]], origin: str) -> None:
-        if thing.name not in table:
-            table[thing.name] = (thing, origin)
+        name = thing.name
+        if name not in table and name not in self.contested:
+            table[name] = (thing, origin)
             return
-        first = table[thing.name][1]
-        if first.split()[0] != _BUILTIN:
-            table.pop(thing.name)
-            self.set_aside(thing.name, first, f"the name {thing.name} is also taken by {origin}")
-        self.set_aside(thing.name, origin, f"the name {thing.name} is already taken by {first}")
+        first = table[name][1] if name in table else self.contested[name]
+        if first.split()[0] != _BUILTIN and name in table:  # of two strangers both lose it, and so does a third
+            table.pop(name)
+            self.contested[name] = first
+            self.set_aside(name, first, f"the name {name} is also taken by {origin}")
+        self.set_aside(name, origin, f"the name {name} is already taken by {first}")
 
     def set_aside(self, name: str, origin: str, error: str, details: str = "") -> None:
         self.quarantined.append(Quarantined(name, origin, error, details))
@@ -171,11 +181,12 @@ class _Collector:
         warnings.warn(text, PluginWarning, stacklevel=2)
 
     def finish(self) -> Registry:
-        tables = (self.backends, self.rewrites)
+        origins = {name: origin for name, (_, origin) in self.backends.items()}
+        origins |= {name: origin for name, (_, origin) in self.rewrites.items()}
         return Registry(
             {name: thing for name, (thing, _) in self.backends.items()},
             {name: thing for name, (thing, _) in sorted(self.rewrites.items(), key=lambda kv: kv[1][0].order)},
-            {name: origin for table in tables for name, (_, origin) in table.items()},
+            origins,
             tuple(self.quarantined),
             tuple(self.known_bad),
         )
@@ -184,7 +195,8 @@ class _Collector:
 def _validate(thing: Any, kind: type) -> None:
     if not isinstance(thing, kind):
         raise TypeError(f"{thing!r} is not a {kind.__name__}")
-    if not (isinstance(thing.name, str) and thing.name.isidentifier()):
-        raise ValueError(f"{type(thing).__name__}.name must be an identifier, got {thing.name!r}")
+    name = getattr(thing, "name", None)
+    if not (isinstance(name, str) and name.isidentifier()):
+        raise ValueError(f"{type(thing).__name__}.name must be an identifier, got {name!r}")
     if isinstance(thing, Backend) and not thing.capabilities:
         raise ValueError(f"backend {thing.name!r} declares no capabilities")

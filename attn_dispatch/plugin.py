@@ -1,0 +1,116 @@
+"""Everything that a plugin may import, and the only module that it needs besides `attn_dispatch.testing`.
+
+A backend: inherit `Backend`, state its `capabilities`, return an `Executable` from ``compile``. A rewrite: inherit
+`Rewrite`, return `Rewritten` or a `Reason` from ``apply``. Offer them from functions marked with `hookimpl`; their names
+are in `attn_dispatch.registry.hookspecs`. Names that are not here may change without notice.
+
+Example:
+    >>> from attn_dispatch.plugin import Backend, Capability, Executable, hookimpl
+    >>> class Mine(Backend):
+    ...     name = "mine"
+    ...     capabilities = (Capability(frozenset({"cpu"}), frozenset({"float32"}), frozenset({"weight:Softmax"})),)
+    >>> @hookimpl
+    ... def attn_dispatch_backends():
+    ...     return [Mine()]
+"""
+
+from __future__ import annotations
+
+from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw, Run, dense_cost
+from attn_dispatch.capability import ALL_FEATURES, Capability, Limit, Reason
+from attn_dispatch.errors import BackendError
+from attn_dispatch.ir import (
+    EMPTY,
+    END,
+    FULL,
+    PARTIAL,
+    Alibi,
+    AttentionOp,
+    Bias,
+    Linear,
+    Mask,
+    Outputs,
+    Ref,
+    ScoreTerm,
+    SelectOp,
+    SoftCap,
+    Softmax,
+    TensorDesc,
+    Weight,
+    bucket,
+    verify,
+)
+from attn_dispatch.ir.atoms import (
+    BlockTable,
+    Causal,
+    Columns,
+    Dense,
+    Full,
+    KeyLengths,
+    KeyRange,
+    QueryLengths,
+    Rows,
+    SameBlock,
+    Segments,
+    Selected,
+    Stride,
+    Window,
+)
+from attn_dispatch.ir.masks import And, Not, Or
+from attn_dispatch.registry.hookspecs import hookimpl
+from attn_dispatch.rewrites.base import Rewrite, Rewritten, not_useful
+
+__all__ = [
+    "ALL_FEATURES",
+    "EMPTY",
+    "END",
+    "FULL",
+    "PARTIAL",
+    "Alibi",
+    "And",
+    "AttentionOp",
+    "Backend",
+    "BackendError",
+    "Bias",
+    "BlockTable",
+    "Capability",
+    "Causal",
+    "Columns",
+    "Cost",
+    "Dense",
+    "Executable",
+    "Full",
+    "KeyLengths",
+    "KeyRange",
+    "Limit",
+    "Linear",
+    "Mask",
+    "Not",
+    "Operands",
+    "Or",
+    "Outputs",
+    "QueryLengths",
+    "Raw",
+    "Reason",
+    "Ref",
+    "Rewrite",
+    "Rewritten",
+    "Rows",
+    "Run",
+    "SameBlock",
+    "ScoreTerm",
+    "Segments",
+    "SelectOp",
+    "Selected",
+    "SoftCap",
+    "Softmax",
+    "Stride",
+    "TensorDesc",
+    "Weight",
+    "Window",
+    "bucket",
+    "dense_cost",
+    "hookimpl",
+    "not_useful",
+    "verify",
+]

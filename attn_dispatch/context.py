@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,6 +111,14 @@ def _entered(settings: Context) -> Iterator[None]:
     finally:
         _count(-1)
         active.reset(token)
+
+
+def _renew_lock() -> None:
+    global _depth_lock
+    _depth_lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _count(step: int) -> None:

@@ -200,11 +200,16 @@ class _Builder:
         options = self.options
         if not (isinstance(options.dropout_p, (int, float)) and 0.0 <= options.dropout_p <= 1.0):
             self.fail(f"dropout_p must be in [0, 1], got {options.dropout_p}")
-        if options.scale is not None and not math.isfinite(options.scale):
-            self.fail(f"scale must be a finite number, got {options.scale}", "leave it out for D ** -0.5")
-        cap = options.softcap
-        if cap is not None and not (math.isfinite(cap) and cap >= 0):
-            self.fail(f"softcap must be a finite number >= 0, got {cap}", "0 or None for no soft cap")
+        for name, number, limit, remedy in (
+            ("scale", options.scale, "a finite number", "leave it out for D ** -0.5"),
+            ("softcap", options.softcap, "a finite number >= 0", "0 or None for no soft cap"),
+        ):
+            if number is None:
+                continue
+            if not hasattr(number, "__float__"):
+                self.fail(f"{name} must be {limit}, got {number!r}", remedy, InputTypeError)
+            if not math.isfinite(number) or (name == "softcap" and number < 0):
+                self.fail(f"{name} must be {limit}, got {number}", remedy)
         if options.q_offset is not None and not isinstance(options.q_offset, int):
             kind = type(options.q_offset).__name__
             self.fail(f"q_offset must be an integer or an int tensor [B], got {kind}", kind=InputTypeError)
@@ -281,6 +286,9 @@ class _Builder:
         """Where query row 0 stands, by DESIGN section 2; 0 when no part of the mask has positions."""
         if "q_offset" in self.named:
             offset = self.named["q_offset"]
+            if offset.dtype not in (torch.int32, torch.int64):
+                kind = dtype_name(offset.dtype)
+                self.fail(f"q_offset has dtype {kind}; it must be int32 or int64", kind=InputTypeError)
             if tuple(offset.shape) not in ((self.sizes[0],), (1,), ()):
                 self.fail(f"q_offset must be an int or a tensor [B] = [{self.sizes[0]}], got {list(offset.shape)}")
             return self.bind("q_offset", lambda t: t.reshape(-1))
@@ -290,7 +298,7 @@ class _Builder:
             return 0
         _, _, sq, skv = self.sizes
         if self.options.q_offset is not None:
-            return END if self.options.q_offset == skv - sq != 0 else int(self.options.q_offset)
+            return int(self.options.q_offset)  # as given: it stays where it is when the keys grow
         if self.options.is_causal and self.end_aligned and sq != skv:
             others = " and ".join(self.end_aligned)
             remedy = f"q_offset={skv - sq} (the last query sees the last key), or q_offset=0 (torch's is_causal)"
@@ -309,7 +317,8 @@ class _Builder:
             return
         bias = self.named["bias"]
         if bias.dtype not in _FLOATS:
-            self.fail(f"bias has dtype {dtype_name(bias.dtype)}; it must be float", "attn_mask= takes a bool mask")
+            problem = f"bias has dtype {dtype_name(bias.dtype)}; it must be float"
+            self.fail(problem, "attn_mask= takes a bool mask", InputTypeError)
         if bias.ndim == 1:
             if tuple(bias.shape) != (self.sizes[1],):
                 self.fail(f"bias of rank 1 is ALiBi slopes [Hq] = [{self.sizes[1]}], got {list(bias.shape)}")

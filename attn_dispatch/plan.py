@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 
 from attn_dispatch import reference
-from attn_dispatch.backend import Operands, Raw, Run
+from attn_dispatch.backend import Backend, Executable, Operands, Raw, Run
 from attn_dispatch.errors import BackendError, InputError
 from attn_dispatch.frontend import Binding
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.passes import Step, canonicalise
 from attn_dispatch.registry import Registry, current
 from attn_dispatch.registry.discover import on_reset
-from attn_dispatch.selection.candidates import build, rebuild
+from attn_dispatch.selection.candidates import Candidate, build, rebuild
 from attn_dispatch.selection.decide import Decision, Request, decide
 
 __all__ = ["Plan", "PlanCache", "WithLse", "WithLseWeights", "WithWeights", "decisions", "make_plan"]
@@ -71,6 +72,10 @@ class PlanCache:
                 self._entries.move_to_end(key)
             return found
 
+    def peek(self, key: Any) -> Decision | None:
+        """As `get`, without counting."""
+        return self._entries.get(key)
+
     def put(self, key: Any, decision: Decision) -> None:
         """Keep a decision; the oldest ones go when there are too many."""
         with self._lock:
@@ -83,12 +88,27 @@ class PlanCache:
         with self._lock:
             self._entries.clear()
 
+    def renew_lock(self) -> None:
+        """Take a new lock, in a process that was forked."""
+        self._lock = threading.RLock()
+
     def __len__(self) -> int:
         return len(self._entries)
 
 
 decisions = PlanCache()
 on_reset.append(decisions.clear)
+_deciding = threading.RLock()  # one thread decides at a time, so that threads that start together decide once
+
+
+def _after_fork() -> None:
+    global _deciding
+    _deciding = threading.RLock()  # another thread may have held a lock when the process forked
+    decisions.renew_lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 @dataclass(frozen=True)
@@ -148,18 +168,25 @@ def make_plan(binding: Binding, requests: Sequence[Request] = (), registry: Regi
     registry = registry or current()
     op, trace = canonicalise(binding.op)
     decision = _decide_for_bucket(op, tuple(requests), registry)
-    run = build(decision.chosen, op).run
+    run = _compile(decision.chosen, op, registry)
     guarded = _guard_excluded(run, op, decision, registry)
     return Plan(op, decision, trace, binding, _finish(guarded, op, binding))
 
 
 def _decide_for_bucket(op: AttentionOp, requests: tuple[Request, ...], registry: Registry) -> Decision:
+    if registry is not current():  # what is remembered is true of the current registry only
+        return decide(op, registry, requests)
     typical = op.bucketed()
     key = (typical, requests)
     remembered = decisions.get(key)
     if remembered is None:
-        remembered = decide(typical, registry, requests) if not requests else decide(op, registry, requests)
-        decisions.put(key, remembered)
+        with _deciding:
+            remembered = decisions.peek(key)
+            if remembered is None:
+                remembered = decide(typical if not requests else op, registry, requests)
+                decisions.put(key, remembered)
+    if _is_outranked(remembered, op, requests, registry):
+        return decide(op, registry, requests)
     names = [remembered.chosen.name]
     if not requests:
         names += [candidate.name for candidate, _ in remembered.legal if candidate.name != names[0]]
@@ -169,6 +196,103 @@ def _decide_for_bucket(op: AttentionOp, requests: tuple[Request, ...], registry:
             why = remembered.why if name == names[0] else f"{names[0]} declines this shape of its bucket"
             return Decision(candidate, remembered.source, why, remembered.legal, remembered.refused, remembered.notes)
     return decide(op, registry, requests)
+
+
+def _is_outranked(remembered: Decision, op: AttentionOp, requests: tuple[Request, ...], registry: Registry) -> bool:
+    """Whether a name that somebody likes better than the remembered choice refused its shape and takes this one."""
+    for request in requests:
+        for name in request.names:
+            if remembered.source == request.source and name in (remembered.chosen.name, remembered.chosen.backend.name):
+                return False
+            forms = [form for form in (*remembered.refused, name) if form == name or form.endswith(f"> {name}")]
+            if any(rebuild(form, op, registry) is not None for form in forms):
+                return True
+    return False
+
+
+# --- backends of strangers -----------------------------------------------------------------------------------------
+
+
+def _compile(candidate: Candidate, op: AttentionOp, registry: Registry) -> Run:
+    """The candidate's run; a stranger's backend is watched, a built-in one runs bare."""
+    name = candidate.backend.name
+    origin = registry.origins.get(name)
+    if origin is not None and not registry.is_builtin(name):  # no origin: a registry made by hand, as the tests do
+        candidate = replace(candidate, backend=_Watched(candidate.backend, origin))
+    return build(candidate, op).run
+
+
+class _Watched(Backend):
+    """A stranger's backend: what it raises is a `BackendError` with its name, and its first result is checked."""
+
+    def __init__(self, backend: Backend, origin: str) -> None:
+        self.name, self._backend = backend.name, backend
+        self._who = f"backend {backend.name!r} ({origin})"
+
+    def compile(self, op: AttentionOp) -> Executable:
+        try:
+            executable = self._backend.compile(op)
+        except Exception as error:
+            raise BackendError(f"{self._who} raised {type(error).__name__} when compiled: {error}") from error
+        run = getattr(executable, "run", None)
+        if not isinstance(executable, Executable) or not callable(run):
+            raise BackendError(f"{self._who}: compile must return an Executable, got {executable!r}")
+        checked = False
+
+        def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+            nonlocal checked
+            try:
+                result = run(q, k, v, t)
+            except torch.OutOfMemoryError:  # callers catch it, and the backend is not at fault
+                raise
+            except Exception as error:
+                raise BackendError(f"{self._who} raised {type(error).__name__} when run: {error}") from error
+            if not checked:
+                problem = _broken_contract(result, op, q, k, v, t)
+                if problem:
+                    raise BackendError(f"{self._who} broke its contract: {problem}")
+                checked = True
+            return result
+
+        return Executable(watched)
+
+
+def _broken_contract(
+    result: Any, op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands
+) -> str:
+    """What is wrong with a result; empty when nothing is."""
+    wanted = op.outputs
+    rows = tuple(q.shape[:3])
+    accumulated = torch.float64 if q.dtype == torch.float64 else torch.float32
+    parts: list[tuple[str, Any, tuple[int, ...], torch.dtype | None]] = []
+    if wanted.lse or wanted.weights:
+        if not isinstance(result, Raw):
+            return f"run must return Raw(out, lse, weights) for return_lse or return_weights, got {_kind(result)}"
+        parts += [("lse", result.lse, rows, accumulated)] if wanted.lse else []
+        parts += [("weights", result.weights, (*rows, k.shape[2]), None)] if wanted.weights else []
+        result = result.out
+    for name, x, shape, dtype in [("out", result, (*rows, v.shape[3]), q.dtype), *parts]:
+        if not isinstance(x, torch.Tensor):
+            return f"{name} must be a tensor, got {_kind(x)}"
+        if tuple(x.shape) != shape:
+            return f"{name} must have shape {list(shape)}, got {list(x.shape)}"
+        if dtype is not None and x.dtype != dtype:
+            return f"{name} must have dtype {dtype}, got {x.dtype}"
+        if x.device != q.device:
+            return f"{name} must be on {q.device}, got {x.device}"
+    if op.traced:  # tensors without storage
+        return ""
+    for name, x in {"query": q, "key": k, "value": v, **t}.items():
+        if result.numel() and x.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
+            return f"out shares its memory with {name}; return a tensor of its own"
+    return ""
+
+
+def _kind(x: Any) -> str:
+    return f"a tensor of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
+
+
+# --- from the kernel to the caller ---------------------------------------------------------------------------------
 
 
 def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Registry) -> Run:

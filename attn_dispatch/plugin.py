@@ -1,8 +1,8 @@
 """Everything that a plugin may import, and the only module that it needs besides `attn_dispatch.testing`.
 
 A backend: inherit `Backend`, state its `capabilities`, return an `Executable` from ``compile``. A rewrite: inherit
-`Rewrite`, return `Rewritten` or a `Reason` from ``apply``. Offer them from functions marked with `hookimpl`; their names
-are in `attn_dispatch.registry.hookspecs`. Names that are not here may change without notice.
+`Rewrite`, return `Rewritten` or a `Reason` from ``apply``. Offer them from functions marked `hookimpl`; their names
+are in `attn_dispatch.registry.hookspecs`. Names not here may change without notice.
 
 Example:
     >>> from attn_dispatch.plugin import Backend, Capability, Executable, hookimpl

@@ -166,8 +166,9 @@ def grouped_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     hq, hkv = a.shape[1], b.shape[1]
     if hq == hkv:
         return a @ b
-    rows = a.reshape(a.shape[0], hkv, (hq // hkv) * a.shape[2], a.shape[3])
-    return (rows @ b).reshape(a.shape[0], hq, a.shape[2], b.shape[3])
+    groups, m = hq // hkv, a.shape[2]
+    rows = a.unflatten(1, (hkv, groups)).flatten(2, 3)  # torch.export cannot prove a reshape over a symbolic length
+    return (rows @ b).unflatten(2, (groups, m)).flatten(1, 2)
 
 
 def _heads(per_kv_head: torch.Tensor, q: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ one that leaves the key length open within its bucket.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -120,6 +121,10 @@ class Routes:
                 self.table.pop(next(iter(self.table)))
             self.table[options] = (route, *kept[: _MAX_ROUTES - 1])
 
+    def renew_lock(self) -> None:
+        """Start with a free lock, in a process that was just forked."""
+        self._lock = threading.Lock()
+
     def clear(self) -> None:
         """Forget all routes."""
         with self._lock:
@@ -127,4 +132,5 @@ class Routes:
 
 
 routes = Routes()
+os.register_at_fork(after_in_child=routes.renew_lock)
 on_reset.append(routes.clear)

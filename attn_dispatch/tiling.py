@@ -135,7 +135,9 @@ def join_rows(
             pieces.append(part)
             continue
         if out is None:
-            out = torch.empty(shape, dtype=part.dtype, device=q.device)
+            # heads beside each other, as the fused kernels return them, so that placing a part is a straight copy
+            b, h, s, *rest = shape
+            out = torch.empty((b, s, h, *rest), dtype=part.dtype, device=q.device).transpose(1, 2)
         out[:, :, tile.rows[0] : tile.rows[1]] = part
     if keep_graph:
         return torch.cat(pieces, 2)

@@ -17,6 +17,7 @@ from attn_dispatch.ir.atoms import Causal, Columns, Dense, Full, KeyLengths, Key
 from attn_dispatch.ir.masks import And, Mask
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Bias
+from attn_dispatch.ir.tensors import Ref
 
 __all__ = [
     "MASK_FEATURES",
@@ -53,7 +54,11 @@ def boolean_mask(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands)
     out = None
     for part in mask_parts(op):
         assert isinstance(part, (Causal, Dense, Columns, KeyLengths, KeyRange, QueryLengths)), part
-        allowed = part.allowed(reference.positions(op, q, k, t))
+        if isinstance(part, Columns) and isinstance(part.kept, Ref):
+            kept = t[part.kept.name]  # without a grid of positions: this is every layer of every padded decode step
+            allowed = kept[None, :] if kept.ndim == 1 else kept[:, None, None, :]
+        else:
+            allowed = part.allowed(reference.positions(op, q, k, t))
         out = allowed if out is None else out & allowed
     return None if out is None else out[(None,) * (4 - out.ndim)]
 

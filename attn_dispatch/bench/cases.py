@@ -43,6 +43,7 @@ class Case:
 def make_qkv(
     b: int, hq: int, hkv: int, sq: int, skv: int, d: int, dtype: torch.dtype = torch.float32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Random query, key and value of these sizes, the same at every call."""
     g = torch.Generator().manual_seed(0)
     shapes = ((b, hq, sq, d), (b, hkv, skv, d), (b, hkv, skv, d))
     q, k, v = (torch.randn(shape, generator=g).to(dtype) for shape in shapes)
@@ -116,8 +117,16 @@ def _padded(queries: bool) -> Callable[[], Contenders]:
         lengths = torch.tensor(_LENGTHS)
         mask = (torch.arange(1024) < lengths[:, None])[:, None, None]
         rows = lengths if queries else None
+
+        def by_hand() -> list[torch.Tensor]:
+            """A loop over the sequences at their true lengths, without putting the results back into one tensor."""
+            spans = [(slice(i, i + 1), n, n if queries else 1024) for i, n in enumerate(_LENGTHS)]
+            return [sdpa(q[i, :, :rows], k[i, :, :n], v[i, :, :n]) for i, n, rows in spans]
+
         return Contenders(
-            lambda: attention(q, k, v, key_lengths=lengths, query_lengths=rows), lambda: sdpa(q, k, v, attn_mask=mask)
+            lambda: attention(q, k, v, key_lengths=lengths, query_lengths=rows),
+            lambda: sdpa(q, k, v, attn_mask=mask),
+            by_hand,
         )
 
     return make

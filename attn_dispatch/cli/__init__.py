@@ -105,7 +105,7 @@ def bench_command(
     only: Annotated[str | None, typer.Option("--only", help="Run cases whose name contains this.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds per case.")] = 15,
 ) -> None:
-    """Ratios to torch's SDPA and to transformers' own, interleaved in one run."""
+    """Ratios to torch's SDPA as given and in its best form, interleaved in one run."""
     from attn_dispatch.bench.suite import run_bench
 
     run_bench(json_path, only, rounds)

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import traceback
 import warnings
@@ -21,6 +22,7 @@ from typing import Any
 import pluggy
 
 from attn_dispatch.backend import Backend
+from attn_dispatch.capability import Capability
 from attn_dispatch.errors import PluginWarning, UnknownBackendError
 from attn_dispatch.registry import hookspecs
 from attn_dispatch.rewrites.base import Rewrite
@@ -59,6 +61,10 @@ class Registry:
     quarantined: tuple[Quarantined, ...] = ()
     known_bad: tuple[dict[str, Any], ...] = ()
 
+    def is_builtin(self, name: str) -> bool:
+        """Whether a backend or rewrite comes from this distribution; what has no origin is a stranger's."""
+        return self.origins.get(name, "").split(" ")[0] == _BUILTIN
+
     def backend(self, name: str) -> Backend:
         """The backend of that name.
 
@@ -83,6 +89,15 @@ class Registry:
 
 _lock = threading.RLock()
 _current: Registry | None = None
+
+
+def _after_fork() -> None:
+    global _lock
+    _lock = threading.RLock()  # another thread may have held it when the process forked
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def current() -> Registry:
@@ -143,8 +158,11 @@ class _Collector:
         try:
             manager = pluggy.PluginManager(hookspecs.GROUP)
             manager.add_hookspecs(hookspecs)
-            manager.register(get(), name)
+            plugin = get()
+            manager.register(plugin, name)
             manager.check_pending()
+            if not manager.get_hookcallers(plugin):
+                raise ValueError("it implements no hook: mark its functions with attn_dispatch.plugin.hookimpl")
             backends = [b for part in manager.hook.attn_dispatch_backends() for b in part]
             rewrites = [r for part in manager.hook.attn_dispatch_rewrites() for r in part]
             known_bad = [e for part in manager.hook.attn_dispatch_known_bad() for e in part]
@@ -152,6 +170,9 @@ class _Collector:
                 _validate(backend, Backend)
             for rewrite in rewrites:
                 _validate(rewrite, Rewrite)
+            for entry in known_bad:
+                if not isinstance(entry, dict):
+                    raise TypeError(f"a known-bad entry must be a dict, got {entry!r}")
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # noqa: BLE001 - a plugin may raise anything, SystemExit included; it is recorded
@@ -165,6 +186,10 @@ class _Collector:
 
     def _take(self, thing: Any, table: dict[str, tuple[Any, str]], origin: str) -> None:
         name = thing.name
+        other = self.rewrites if table is self.backends else self.backends
+        if name in other:  # one name for a backend and a rewrite: a chain and its origin could not be read
+            self.set_aside(name, origin, f"the name {name} is already taken by {other[name][1]}")
+            return
         if name not in table and name not in self.contested:
             table[name] = (thing, origin)
             return
@@ -198,5 +223,8 @@ def _validate(thing: Any, kind: type) -> None:
     name = getattr(thing, "name", None)
     if not (isinstance(name, str) and name.isidentifier()):
         raise ValueError(f"{type(thing).__name__}.name must be an identifier, got {name!r}")
-    if isinstance(thing, Backend) and not thing.capabilities:
-        raise ValueError(f"backend {thing.name!r} declares no capabilities")
+    if isinstance(thing, Backend):
+        if not thing.capabilities:
+            raise ValueError(f"backend {thing.name!r} declares no capabilities")
+        if wrong := [fact for fact in thing.capabilities if not isinstance(fact, Capability)]:
+            raise TypeError(f"backend {thing.name!r}: capabilities must be a tuple of Capability, got {wrong[0]!r}")

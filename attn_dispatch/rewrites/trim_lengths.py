@@ -138,7 +138,9 @@ def _assemble(
 ) -> torch.Tensor:
     """Place the results of the groups into the padded shape."""
     if not keep_graph:
-        out = torch.full(shape, fill, dtype=dtype, device=q.device)
+        # heads beside each other, as the fused kernels return them, so that placing a part is a straight copy
+        b, h, s, *rest = shape
+        out = torch.full((b, s, h, *rest), fill, dtype=dtype, device=q.device).transpose(1, 2)
         for rows, part in pieces:
             if part is not None:
                 for n, row in enumerate(rows):

@@ -15,6 +15,7 @@ they give can run the op, `NoBackendError` says what was asked and why each refu
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from attn_dispatch.capability import Reason
 from attn_dispatch.errors import FallbackWarning, NoBackendError
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.registry import Registry
+from attn_dispatch.registry.discover import on_reset
 from attn_dispatch.selection.candidates import Candidate, enumerate_candidates, parse_name
 from attn_dispatch.selection.heuristics import estimate_us
 
@@ -68,18 +70,41 @@ class Decision:
 # Tuned results: op -> candidate names, best first; None for a miss. The store (issue 3) plugs in here.
 TunedLookup = Callable[[AttentionOp], Sequence[str] | None]
 
+_said: dict[str, None] = {}  # reasons that were warned of, once each; a new registry starts anew
+_MAX_SAID = 1024
+on_reset.append(_said.clear)
+
 
 def ranked(op: AttentionOp, registry: Registry) -> tuple[list[tuple[Candidate, float]], dict[str, tuple[Reason, ...]]]:
     """Legal candidates with their estimates, best first, and the reasons of all others.
 
-    Ties go to the shorter chain, then to the order of the registry, so the order never depends on chance.
+    Ties go to the shorter chain, then to built-in backends in their order, then to strangers by name: neither chance
+    nor the order of installation decides.
     """
     candidates, rewrites = enumerate_candidates(op, registry)
-    position = {name: n for n, name in enumerate(registry.backends)}
-    legal = [(c, estimate_us(c, op)) for c in candidates if not c.reasons]
-    legal.sort(key=lambda pair: (pair[1], len(pair[0].chain.names), position[pair[0].backend.name]))
+    own = [name for name in registry.backends if registry.is_builtin(name)]
+    position = {name: n for n, name in enumerate([*own, *sorted(set(registry.backends) - set(own))])}
     refused = {c.name: c.reasons for c in candidates if c.reasons}
+    legal = []
+    for candidate in (c for c in candidates if not c.reasons):
+        estimate = _estimate(candidate, op)
+        if isinstance(estimate, Reason):
+            refused[candidate.name] = (estimate,)
+        else:
+            legal.append((candidate, estimate))
+    legal.sort(key=lambda pair: (pair[1], len(pair[0].chain.names), position[pair[0].backend.name], pair[0].name))
     return legal, refused | {f"{name} >": (reason,) for name, reason in rewrites.items()}
+
+
+def _estimate(candidate: Candidate, op: AttentionOp) -> float | Reason:
+    """The estimate in microseconds; a backend that raises or answers nonsense is refused with that as the reason."""
+    try:
+        time_us = estimate_us(candidate, op)
+    except Exception as error:  # noqa: BLE001 - a stranger's estimate; the error becomes its reason
+        return Reason("error", "estimate", text=f"its cost estimate raised {type(error).__name__}: {error}")
+    if not math.isfinite(time_us):
+        return Reason("error", "estimate", time_us, "a finite cost", text=f"its cost estimate is {time_us}")
+    return time_us
 
 
 def decide(
@@ -108,7 +133,7 @@ def decide(
         if request.require:
             raise NoBackendError(_report(op, request, reasons, legal), {n: list(r) for n, r in reasons.items()})
         notes.append(f"{request.source} prefers {', '.join(request.names)}, which cannot run it: {_brief(reasons)}")
-        warnings.warn(notes[-1], FallbackWarning, stacklevel=2)
+        _warn_once(notes[-1])
     if not legal:
         alone = {n: r for n, r in refused.items() if ">" not in n}
         raise NoBackendError(_report(op, None, alone, legal), {n: list(r) for n, r in refused.items()})
@@ -131,6 +156,15 @@ def _matching(name: str, legal: Sequence[tuple[Candidate, float]], registry: Reg
     if rewrites:
         return None
     return next((c for c, _ in legal if c.backend.name == backend), None)
+
+
+def _warn_once(text: str) -> None:
+    if text in _said:
+        return
+    if len(_said) >= _MAX_SAID:
+        _said.clear()
+    _said[text] = None
+    warnings.warn(text, FallbackWarning, stacklevel=3)
 
 
 def _brief(reasons: dict[str, tuple[Reason, ...]]) -> str:

@@ -1,0 +1,376 @@
+"""The caller's mistakes, each with its error; ranks and layouts; and equality with torch's SDPA on legal calls."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from attn_dispatch import InputError, InputTypeError, UnknownBackendError, dispatch, masks, variants
+
+B, HQ, HKV, SQ, SKV, D = 2, 4, 2, 5, 7, 8
+
+
+def tensors(dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    sizes = {"query": (B, HQ, SQ, D), "key": (B, HKV, SKV, D), "value": (B, HKV, SKV, D)}
+    return {name: torch.randn(*size, generator=generator).to(dtype) for name, size in sizes.items()}
+
+
+def ones(*shape: int, **options: Any) -> torch.Tensor:
+    return torch.ones(*shape, **options)
+
+
+BOOL = torch.bool
+FAR = {"device": "meta"}
+
+# id: (changes to a legal call, exception, words that the message must hold: argument, value, limit, remedy)
+MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
+    # query, key, value
+    "query is a list": ({"query": [1.0]}, InputTypeError, ("query must be a tensor", "got list")),
+    "key is None": ({"key": None}, InputTypeError, ("key must be a tensor", "got NoneType")),
+    "one dimension": ({"query": ones(D)}, InputError, ("query must have 2 to 5 dimensions", "got 1", "[B, H, S, D]")),
+    "six dimensions": ({"query": ones(1, 1, 1, 1, SQ, D)}, InputError, ("query must have 2 to 5", "got 6")),
+    "ranks differ": ({"key": ones(HKV, SKV, D)}, InputError, ("same number of dimensions", "4, 3, 4")),
+    "head dims differ": ({"key": ones(B, HKV, SKV, 9)}, InputError, ("head_dim 8 != key head_dim 9", "must be equal")),
+    "kv lengths differ": ({"value": ones(B, HKV, 6, D)}, InputError, ("key length 7 != value length 6", "equal")),
+    "kv heads differ": (
+        {"value": ones(B, 4, SKV, D)},
+        InputError,
+        ("key has 2 heads and value 4", "repeat_interleave"),
+    ),
+    "heads no multiple": ({"query": ones(B, 3, SQ, D)}, InputError, ("query heads 3", "not a multiple of kv heads 2")),
+    "batches differ": ({"key": ones(3, HKV, SKV, D)}, InputError, ("batch sizes [2], [3], [2]", "do not broadcast")),
+    "gqa not asked for": ({"enable_gqa": False}, InputError, ("4 heads and key 2", "enable_gqa is False", "=True")),
+    "dtypes differ": (
+        {"key": ones(B, HKV, SKV, D).half()},
+        InputTypeError,
+        ("one dtype", "query float32", "key float16", "x.to(query.dtype)"),
+    ),
+    "integers": (tensors(torch.int64), InputTypeError, ("dtype int64", "not a floating-point type", "x.float()")),
+    "complex": (tensors(torch.complex64), InputTypeError, ("dtype complex64", "not a floating-point type")),
+    "devices differ": (
+        {"key": ones(B, HKV, SKV, D, **FAR)},
+        InputError,
+        ("key is on meta and query on cpu", "key.to('cpu')"),
+    ),
+    "mask elsewhere": (
+        {"attn_mask": ones(SQ, SKV, dtype=BOOL, **FAR)},
+        InputError,
+        ("attn_mask is on meta", "attn_mask.to('cpu')"),
+    ),
+    "lengths elsewhere": ({"key_lengths": ones(B, dtype=torch.int64, **FAR)}, InputError, ("key_lengths is on meta",)),
+    "sparse": ({"query": ones(B, HQ, SQ, D).to_sparse()}, InputTypeError, ("query has layout", "must be strided")),
+    "nested": (
+        {"query": torch.nested.nested_tensor([ones(3, D), ones(2, D)], layout=torch.jagged)},
+        InputTypeError,
+        ("query is a nested tensor", "pad it", "masks.documents(cu_seqlens)"),
+    ),
+    # layout
+    "no such layout": ({"layout": "sbhd"}, InputError, ("layout must be one of bhsd, bshd", "'sbhd'")),
+    "bshd of rank 3": (
+        {n: ones(4, 5, D) for n in ("query", "key", "value")} | {"layout": "bshd"},
+        InputError,
+        ("layout='bshd' means 4-D inputs [B, S, H, D]", "got 3-D"),
+    ),
+    # attn_mask
+    "mask is a list": ({"attn_mask": [[True]]}, InputTypeError, ("attn_mask must be a tensor or a Mask", "got list")),
+    "mask of integers": (
+        {"attn_mask": ones(SQ, SKV, dtype=torch.int64)},
+        InputTypeError,
+        ("attn_mask has dtype int64", "bool or float", "attn_mask.bool()"),
+    ),
+    "mask too long": (
+        {"attn_mask": ones(SQ, 8, dtype=BOOL)},
+        InputError,
+        ("attn_mask [5, 8] does not broadcast to [2, 4, 5, 7]", "must be 1 or the one wanted"),
+    ),
+    "mask of rank 5": (
+        {"attn_mask": ones(1, 1, 1, SQ, SKV, dtype=BOOL)},
+        InputError,
+        ("attn_mask", "does not broadcast"),
+    ),
+    "mask of rank 3": (
+        {"attn_mask": ones(B, SQ, SKV, dtype=BOOL)},
+        InputError,
+        ("attn_mask [2, 5, 7] of rank 3 is ambiguous", "attn_mask[:, None]", "attn_mask[None]"),
+    ),
+    "mask for kv heads": ({"attn_mask": ones(B, HKV, SQ, SKV, dtype=BOOL)}, InputError, ("attn_mask [2, 2, 5, 7]",)),
+    "mask object of a wrong size": (
+        {"attn_mask": masks.columns(keep=ones(6, dtype=BOOL))},
+        InputError,
+        ("attn_mask Columns", "[6]", "must be [7] or [2, 7]"),
+    ),
+    "mask object's lengths": ({"attn_mask": masks.key_lengths([1, 2, 3])}, InputError, ("KeyLengths", "[3]", "[2]")),
+    # window
+    "window too negative": (
+        {"window": (-2, 0)},
+        InputError,
+        ("window must be (left, right), each >= 0", "(-2, 0)", "W - 1"),
+    ),
+    "window of one": ({"window": 3}, InputError, ("window must be (left, right)", "got 3", "(W - 1, 0)")),
+    "window of three": ({"window": (1, 2, 3)}, InputError, ("window must be (left, right)", "(1, 2, 3)")),
+    "window of floats": ({"window": (1.5, 0)}, InputError, ("window must be (left, right)", "(1.5, 0)")),
+    "window and is_causal": (
+        {"window": (2, 0), "is_causal": True},
+        InputError,
+        ("is_causal=True counts from key 0 but window", "Sq 5 != Skv 7", "q_offset=2", "q_offset=0"),
+    ),
+    "mask object and is_causal": (
+        {"attn_mask": masks.sliding_window(3), "is_causal": True},
+        InputError,
+        ("is_causal=True counts from key 0 but attn_mask", "q_offset=2"),
+    ),
+    # numbers
+    "dropout above 1": ({"dropout_p": 1.5}, InputError, ("dropout_p must be in [0, 1]", "1.5")),
+    "dropout below 0": ({"dropout_p": -0.1}, InputError, ("dropout_p must be in [0, 1]", "-0.1")),
+    "dropout NaN": ({"dropout_p": math.nan}, InputError, ("dropout_p must be in [0, 1]", "nan")),
+    "dropout a string": ({"dropout_p": "no"}, InputError, ("dropout_p must be in [0, 1]", "no")),
+    "scale inf": ({"scale": math.inf}, InputError, ("scale must be a finite number", "inf", "D ** -0.5")),
+    "scale NaN": ({"scale": math.nan}, InputError, ("scale must be a finite number", "nan")),
+    "scale a string": ({"scale": "auto"}, InputTypeError, ("scale must be a finite number", "'auto'", "D ** -0.5")),
+    "softcap below 0": ({"softcap": -1.0}, InputError, ("softcap must be a finite number >= 0", "-1.0", "0 or None")),
+    "softcap inf": ({"softcap": math.inf}, InputError, ("softcap must be a finite number >= 0", "inf")),
+    "softcap a string": ({"softcap": "50"}, InputTypeError, ("softcap must be a finite number >= 0", "'50'")),
+    # bias, sinks
+    "bias of booleans": ({"bias": ones(SQ, SKV, dtype=BOOL)}, InputTypeError, ("bias has dtype bool", "attn_mask=")),
+    "bias too long": ({"bias": ones(SQ, 8)}, InputError, ("bias [5, 8] does not broadcast to [2, 4, 5, 7]",)),
+    "bias of rank 3": (
+        {"bias": ones(HQ, SQ, SKV)},
+        InputError,
+        ("bias [4, 5, 7] of rank 3 is ambiguous", "bias[None]"),
+    ),
+    "slopes of a wrong size": ({"bias": ones(3)}, InputError, ("ALiBi slopes [Hq] = [4]", "[3]")),
+    "bias a number": ({"bias": 1.0}, InputTypeError, ("bias must be a tensor", "got float")),
+    "sinks of a wrong size": ({"sinks": ones(2)}, InputError, ("sinks must have shape [Hq] = [4]", "[2]")),
+    "sinks a list": ({"sinks": [1.0] * 4}, InputTypeError, ("sinks must be a tensor", "got list")),
+    # lengths
+    "key_lengths above": (
+        {"key_lengths": torch.tensor([7, 8])},
+        InputError,
+        ("key_lengths must be in [0, 7]", "got 8"),
+    ),
+    "key_lengths below": (
+        {"key_lengths": torch.tensor([-1, 7])},
+        InputError,
+        ("key_lengths must be in [0, 7]", "got -1"),
+    ),
+    "key_lengths of floats": (
+        {"key_lengths": ones(B)},
+        InputTypeError,
+        ("key_lengths has dtype float32", "int32 or int64"),
+    ),
+    "key_lengths of a wrong size": (
+        {"key_lengths": torch.tensor([1])},
+        InputError,
+        ("key_lengths must have shape [B] = [2]", "[1]"),
+    ),
+    "key_lengths a number": (
+        {"key_lengths": 3},
+        InputTypeError,
+        ("key_lengths must be a tensor", "got int", "torch.tensor"),
+    ),
+    "query_lengths above": (
+        {"query_lengths": torch.tensor([5, 6])},
+        InputError,
+        ("query_lengths must be in [0, 5]", "6"),
+    ),
+    "query_lengths of a wrong rank": (
+        {"query_lengths": ones(B, 1, dtype=torch.int64)},
+        InputError,
+        ("query_lengths must have shape [B] = [2]", "[2, 1]"),
+    ),
+    # q_offset
+    "q_offset of a wrong size": (
+        {"is_causal": True, "q_offset": torch.tensor([1, 2, 3])},
+        InputError,
+        ("q_offset must be an int or a tensor [B] = [2]", "[3]"),
+    ),
+    "q_offset a float": (
+        {"is_causal": True, "q_offset": 1.5},
+        InputTypeError,
+        ("q_offset must be an integer", "float"),
+    ),
+    "q_offset a float tensor": (
+        {"is_causal": True, "q_offset": ones(B)},
+        InputTypeError,
+        ("q_offset has dtype float32", "int32 or int64"),
+    ),
+    # variants
+    "no variant": ({"variant": "linear"}, InputTypeError, ("variant must be from attn_dispatch.variants", "'linear'")),
+    "softcap of linear": (
+        {"variant": variants.LinearAttention(), "softcap": 2.0},
+        InputError,
+        ("softcap means nothing for LinearAttention", "Softmax()"),
+    ),
+    "feature map": ({"variant": variants.LinearAttention(feature_map="relu2")}, InputError, ("feature_map", "'relu2'")),
+    "decay": ({"variant": variants.Retention(ones(2))}, InputError, ("decay must be [Hq] = [4] in (0, 1]", "1.0")),
+    "decay above 1": ({"variant": variants.Retention(ones(4) * 2)}, InputError, ("decay must be", "(0, 1]", "2.0")),
+    # backend
+    "no such backend": (
+        {"backend": "sdpa_flas"},
+        UnknownBackendError,
+        ("no backend 'sdpa_flas'", "did you mean 'sdpa_flash'", "eager"),
+    ),
+    "no such rewrite": (
+        {"backend": "fold_grops > eager"},
+        UnknownBackendError,
+        ("no rewrite 'fold_grops'", "fold_groups"),
+    ),
+    "no name": ({"backend": []}, InputError, ("backend must be a name or a non-empty list", "[]")),
+    "an empty name": ({"backend": ""}, InputError, ("backend must be a name", "''")),
+    "a number": ({"backend": [1]}, InputError, ("backend must be a name", "[1]")),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named_with_its_value_its_limit_and_a_remedy_and_the_next_call_works(mistake):
+    changes, kind, words = MISTAKES[mistake]
+    arguments = {**tensors(), "enable_gqa": None, **changes}
+    before = {n: x.clone() for n, x in arguments.items() if isinstance(x, torch.Tensor) and x.layout == torch.strided}
+    for _ in range(2):  # the second time must not be taken for a call that was seen before
+        with pytest.raises(kind) as caught:
+            dispatch.attention(**arguments)
+        missing = [word for word in words if word not in str(caught.value)]
+        assert not missing, f"{missing} not in:\n{caught.value}"
+    for name, x in before.items():
+        if x.device.type == "cpu":
+            torch.testing.assert_close(arguments[name], x, rtol=0, atol=0)
+    legal = tensors()
+    want = F.scaled_dot_product_attention(*legal.values(), enable_gqa=True)
+    torch.testing.assert_close(dispatch.attention(**legal, enable_gqa=True), want)
+
+
+@pytest.mark.parametrize("call", [dispatch.plan, dispatch.explain], ids=lambda f: f.__name__)
+def test_plan_and_explain_raise_the_same_mistakes(call):
+    for changes, kind, words in MISTAKES.values():
+        arguments = {**tensors(), "enable_gqa": None, **changes}
+        with pytest.raises(kind) as caught:
+            call(**arguments)
+        assert words[0] in str(caught.value)
+
+
+def test_every_error_of_a_call_is_a_value_error_and_one_of_ours():
+    from attn_dispatch import AttnDispatchError
+
+    for changes, kind, _ in MISTAKES.values():
+        with pytest.raises(kind) as caught:
+            dispatch.attention(**{**tensors(), "enable_gqa": None, **changes})
+        assert isinstance(caught.value, AttnDispatchError)
+        assert isinstance(caught.value, ValueError)
+
+
+def test_an_error_says_what_was_asked():
+    with pytest.raises(
+        InputError, match=r"asked  q \[2, 4, 5, 8\] f32   k \[2, 2, 7, 8\] f32   v \[2, 2, 7, 8\] f32   cpu"
+    ):
+        dispatch.attention(**tensors())
+
+
+def test_heads_are_inferred_unless_forbidden():
+    legal = tensors()
+    out = dispatch.attention(**legal, enable_gqa=None)
+    torch.testing.assert_close(out, dispatch.attention(**legal, enable_gqa=True))
+
+
+# --- ranks and layouts -----------------------------------------------------------------------------------------------
+
+SHAPES = {
+    2: ((5, 8), (7, 8), (7, 6)),
+    3: ((4, 5, 8), (4, 7, 8), (4, 7, 6)),
+    4: ((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 6)),
+    5: ((3, 2, 4, 5, 8), (3, 2, 4, 7, 8), (3, 2, 4, 7, 6)),
+}
+
+
+@pytest.mark.parametrize("rank", SHAPES)
+@pytest.mark.parametrize("kind", ["none", "causal", "bool", "float", "column"])
+def test_two_to_five_dimensions_are_torchs(rank, kind):
+    torch.manual_seed(rank)
+    q, k, v = (torch.randn(*shape) for shape in SHAPES[rank])
+    mask = {
+        "bool": torch.rand(5, 7) > 0.3,
+        "float": torch.randn(*SHAPES[rank][0][:-2], 5, 7),
+        "column": torch.tensor([True] * 4 + [False] * 3),
+    }.get(kind)
+    if mask is not None and mask.dtype == torch.bool and mask.ndim == 2:
+        mask[:, 0] = True
+    options = {"attn_mask": mask, "is_causal": kind == "causal"}
+    two = mask[None] if kind == "column" else mask  # torch's CPU kernel takes no mask of rank 1
+    want = F.scaled_dot_product_attention(q, k, v, **{**options, "attn_mask": two})
+    for _ in range(2):
+        torch.testing.assert_close(dispatch.attention(q, k, v, **options), want)
+
+
+@pytest.mark.parametrize("rank", SHAPES)
+def test_lse_and_weights_have_the_rank_of_the_call(rank):
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(*shape) for shape in SHAPES[rank])
+    out, lse, weights = dispatch.attention(q, k, v, return_lse=True, return_weights=True)
+    scores = q @ k.mT * q.shape[-1] ** -0.5
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+    torch.testing.assert_close(weights, scores.softmax(-1))
+    torch.testing.assert_close(out, scores.softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (2, 0)}, {"return_lse": True}], ids=str)
+def test_bshd_is_the_same_attention_transposed(options):
+    q, k, v = tensors().values()
+    want = dispatch.attention(q, k, v, enable_gqa=True, **options)
+    got = dispatch.attention(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=True, layout="bshd", **options)
+    if options.get("return_lse"):
+        torch.testing.assert_close(got.lse, want.lse)
+        got, want = got.out, want.out
+    torch.testing.assert_close(got.transpose(1, 2), want)
+
+
+@pytest.mark.parametrize("shapes", [((1, 2, 3, 8), (2, 2, 3, 8)), ((2, 2, 3, 8), (1, 2, 3, 8))], ids=str)
+def test_batches_broadcast_as_in_torch(shapes):
+    q, k = (torch.randn(*shape) for shape in shapes)
+    torch.testing.assert_close(dispatch.attention(q, k, k), F.scaled_dot_product_attention(q, k, k))
+
+
+# --- torch's SDPA is the oracle --------------------------------------------------------------------------------------
+
+
+@st.composite
+def calls(draw: st.DrawFn) -> tuple[tuple[torch.Tensor, ...], dict[str, Any]]:
+    """A legal call of torch's SDPA."""
+    size = lambda lo, hi: draw(st.integers(lo, hi))
+    b, hkv, groups, sq, skv, d, dv = (
+        size(1, 3),
+        size(1, 3),
+        size(1, 3),
+        size(1, 9),
+        size(1, 9),
+        size(1, 12),
+        size(1, 12),
+    )
+    dtype = draw(st.sampled_from([torch.float32, torch.float64]))
+    generator = torch.Generator().manual_seed(size(0, 10_000))
+    shapes = (b, hkv * groups, sq, d), (b, hkv, skv, d), (b, hkv, skv, dv)
+    inputs = tuple(torch.randn(*shape, generator=generator, dtype=dtype) for shape in shapes)
+    options: dict[str, Any] = {"enable_gqa": groups > 1, "scale": draw(st.sampled_from([None, 0.3, 2.0]))}
+    kind = draw(st.sampled_from(["none", "causal", "bool", "float"]))
+    if kind == "causal":
+        options["is_causal"] = True
+    elif kind != "none":
+        shape = draw(st.sampled_from([(sq, skv), (1, skv), (b, 1, 1, skv), (1, hkv * groups, sq, skv), (b, 1, sq, 1)]))
+        noise = torch.randn(*shape, generator=generator, dtype=dtype)
+        options["attn_mask"] = noise > -1 if kind == "bool" else noise
+    return inputs, options
+
+
+@given(calls())
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow], derandomize=True)
+def test_every_legal_call_of_torchs_sdpa_is_torchs_sdpa(call):
+    inputs, options = call
+    want = F.scaled_dot_product_attention(*inputs, **options).nan_to_num(nan=0.0)  # empty rows are 0 here
+    copies = [x.clone() for x in inputs]
+    torch.testing.assert_close(dispatch.attention(*inputs, **options), want, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))

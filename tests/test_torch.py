@@ -1,0 +1,590 @@
+"""Torch around the dispatcher: compile, export, autocast, functorch, gradients, dropout, threads, routes."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from attn_dispatch import dispatch, masks
+from attn_dispatch.ir.ops import bucket
+from attn_dispatch.routes import PythonGuard, make_guard, routes
+
+sdpa = F.scaled_dot_product_attention
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def qkv(sq: int = 5, skv: int = 7, hq: int = 4, hkv: int = 2, d: int = 8, **options: Any) -> list[torch.Tensor]:
+    return [torch.randn(2, h, n, d, **options) for h, n in ((hq, sq), (hkv, skv), (hkv, skv))]
+
+
+# --- torch.compile ---------------------------------------------------------------------------------------------------
+
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scale": {"scale": 0.3},
+    "bool mask": {"attn_mask": torch.ones(5, 7, dtype=torch.bool).tril(2)},
+    "float mask": {"attn_mask": torch.linspace(-1, 1, 35).reshape(5, 7)},
+    "window": {"window": (2, 0)},
+    "softcap": {"softcap": 3.0},
+    "sliding window": {"attn_mask": masks.sliding_window(3)},
+    "longformer": {"attn_mask": masks.longformer(2)},
+    "prefix or documents": {"attn_mask": masks.prefix_lm(2) | masks.Window(1, 1)},
+    "held columns": {"attn_mask": masks.causal() & masks.columns(keep=torch.tensor([True] * 5 + [False] * 2))},
+    "key_lengths": {"key_lengths": torch.tensor([7, 4])},
+    "both lengths": {"key_lengths": torch.tensor([7, 4]), "query_lengths": torch.tensor([5, 2])},
+    "offset": {"is_causal": True, "q_offset": 2},
+    "offset per batch": {"is_causal": True, "q_offset": torch.tensor([2, 1])},
+    "bias": {"bias": torch.linspace(-1, 1, 35).reshape(5, 7)},
+    "alibi": {"bias": torch.tensor([0.5, 0.25, 0.125, 0.0625]), "is_causal": True},
+    "sinks": {"sinks": torch.tensor([0.5, 0.0, -0.5, 1.0])},
+    "lse": {"return_lse": True},
+    "weights": {"return_weights": True},
+    "pinned": {"backend": "sdpa_math"},
+    "pinned chain": {"backend": "fold_groups > sdpa_flash"},
+    "bshd": {"layout": "bshd"},
+}  # fmt: skip
+
+
+def parts(result: Any) -> list[torch.Tensor]:
+    return list(result) if isinstance(result, tuple) else [result]
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_compiled_call_is_the_eager_call(name):
+    options = {"enable_gqa": True, **CALLS[name]}
+    inputs = qkv()
+    if options.get("layout") == "bshd":
+        inputs = [x.transpose(1, 2).contiguous() for x in inputs]
+    compiled = torch.compile(
+        lambda q, k, v: dispatch.attention(q, k, v, **options), backend="aot_eager", fullgraph=True
+    )
+    want = parts(dispatch.attention(*inputs, **options))
+    for _ in range(2):
+        for got, wanted in zip(parts(compiled(*inputs)), want, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+def test_inductor_compiles_a_layer_with_plain_and_opaque_calls():
+    def layer(q, k, v, lengths):
+        plain = dispatch.attention(q, k, v, is_causal=True, enable_gqa=True)
+        near = dispatch.attention(plain, k, v, window=(2, 0), enable_gqa=True)
+        return dispatch.attention(near.relu(), k, v, key_lengths=lengths, enable_gqa=True) * 2
+
+    inputs = [*qkv(), torch.tensor([7, 4])]
+    leaves = [x.clone().requires_grad_() for x in inputs[:3]]
+    out = torch.compile(layer, backend="inductor", fullgraph=True)(*leaves, inputs[3])
+    want = [x.clone().requires_grad_() for x in inputs[:3]]
+    wanted = layer(*want, inputs[3])
+    torch.testing.assert_close(out, wanted)
+    out.sum().backward()
+    wanted.sum().backward()
+    for got, expected in zip(leaves, want, strict=True):
+        torch.testing.assert_close(got.grad, expected.grad)
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (3, 0)}, {"softcap": 2.0}], ids=str)
+def test_growing_lengths_compile_a_few_times_only(options):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(lambda q, k, v: dispatch.attention(q, k, v, **options), backend=counter, fullgraph=True)
+    for n in range(5, 41):
+        inputs = qkv(n, n, 2, 2)
+        torch.testing.assert_close(compiled(*inputs), dispatch.attention(*inputs, **options))
+    assert counter.frame_count <= 4
+
+
+def test_dispatch_use_around_a_compiled_call_is_honoured_and_left_again():
+    seen = []
+    compiled = torch.compile(
+        lambda q, k, v: dispatch.attention(q, k, v, enable_gqa=True), backend="aot_eager", fullgraph=True
+    )
+    inputs = qkv()
+    want = sdpa(*inputs, enable_gqa=True)
+    torch.testing.assert_close(compiled(*inputs), want)
+    with dispatch.use("eager"), dispatch.capture() as workload:
+        torch.testing.assert_close(compiled(*inputs), want)
+    seen += [entry.candidate for entry in workload]
+    torch.testing.assert_close(compiled(*inputs), want)
+    assert seen == ["eager"]
+
+
+def test_a_pinned_backend_that_refuses_raises_inside_a_compiled_call_too():
+    compiled = torch.compile(
+        lambda q, k, v: dispatch.attention(q, k, v, softcap=2.0, backend="sdpa_flash", enable_gqa=True)
+    )
+    with pytest.raises(Exception, match="no softcap"):
+        compiled(*qkv())
+
+
+GRAD_CALLS = ["plain", "causal", "bool mask", "window", "softcap", "sliding window", "key_lengths", "lse", "alibi"]
+
+
+@pytest.mark.parametrize("name", GRAD_CALLS)
+def test_gradients_under_compile_are_the_eager_gradients(name):
+    options = {"enable_gqa": True, **CALLS[name]}
+    grads = []
+    base = qkv()
+    for compile_it in (False, True):
+        leaves = [x.clone().requires_grad_() for x in base]
+
+        def call(q, k, v):
+            return dispatch.attention(q, k, v, **options)
+
+        run: Callable[..., Any] = torch.compile(call, backend="aot_eager", fullgraph=True) if compile_it else call
+        sum(part.sin().sum() for part in parts(run(*leaves))).backward()
+        grads.append([x.grad for x in leaves])
+    for eager, compiled in zip(*grads, strict=True):
+        torch.testing.assert_close(compiled, eager)
+
+
+@pytest.mark.parametrize("argument", ["attn_mask", "bias", "sinks"])
+@pytest.mark.parametrize("more", [{}, {"window": (3, 0)}], ids=["plain", "window"])
+def test_gradients_of_masks_and_biases_under_compile_are_the_eager_ones(argument, more):
+    base = qkv()
+    value = torch.randn(4) if argument == "sinks" else torch.randn(5, 7)
+    grads = []
+    for compile_it in (False, True):
+        leaf = value.clone().requires_grad_()
+
+        def call(q, k, v, x):
+            return dispatch.attention(q, k, v, enable_gqa=True, **more, **{argument: x})
+
+        run = torch.compile(call, backend="aot_eager", fullgraph=True) if compile_it else call
+        run(*base, leaf).sin().sum().backward()
+        grads.append(leaf.grad)
+    torch.testing.assert_close(grads[1], grads[0])
+    assert grads[0].abs().sum() > 0
+
+
+def test_dropout_in_a_compiled_call_follows_the_seed():
+    compiled = torch.compile(
+        lambda q, k, v: dispatch.attention(q, k, v, dropout_p=0.5, softcap=3.0), backend="aot_eager"
+    )
+    inputs = qkv(hq=2)
+    torch.manual_seed(3)
+    first = compiled(*inputs)
+    torch.manual_seed(3)
+    assert torch.equal(compiled(*inputs), first)
+    assert not torch.equal(compiled(*inputs), first)
+
+
+# --- torch.export ----------------------------------------------------------------------------------------------------
+
+
+class Attend(torch.nn.Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.options = options
+
+    def forward(self, q, k, v):
+        return dispatch.attention(q, k, v, enable_gqa=True, **self.options)
+
+
+EXPORTED = {"plain": {}, "causal": {"is_causal": True}, "window": {"window": (2, 0)}, "softcap": {"softcap": 2.0},
+            "mask object": {"attn_mask": masks.sliding_window(3)}, "lse": {"return_lse": True}}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EXPORTED)
+def test_an_exported_call_serves_all_lengths(name):
+    module = Attend(**EXPORTED[name])
+    sq, skv = torch.export.Dim("sq", min=2, max=512), torch.export.Dim("skv", min=2, max=512)
+    program = torch.export.export(module, tuple(qkv()), dynamic_shapes=({2: sq}, {2: skv}, {2: skv}))
+    assert not [n for n in program.graph.nodes if "attn_dispatch" in str(n.target)]
+    for lengths in ((5, 7), (3, 11), (9, 9), (30, 40)):
+        inputs = qkv(*lengths)
+        for got, want in zip(parts(program.module()(*inputs)), parts(module(*inputs)), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def test_an_export_says_that_it_cannot_honour_a_backend():
+    with pytest.raises(Exception, match="cannot be honoured in an export"):
+        torch.export.export(Attend(backend="sdpa_flash"), tuple(qkv()))
+
+
+# --- autocast --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"scale": 0.3}], ids=str)
+def test_autocast_is_torchs_autocast(options):
+    inputs = qkv(hkv=4)
+    for _ in range(2):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            want = sdpa(*inputs, **options)
+            got = dispatch.attention(*inputs, **options)
+        assert got.dtype == want.dtype == torch.bfloat16
+        torch.testing.assert_close(got, want, rtol=2e-2, atol=1e-2)
+    outside = dispatch.attention(*inputs, **options)
+    assert outside.dtype == torch.float32
+    torch.testing.assert_close(outside, sdpa(*inputs, **options))
+
+
+def test_autocast_unites_mixed_dtypes_as_torch_does():
+    q, k, v = qkv(hkv=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert dispatch.attention(q.bfloat16(), k, v).dtype == torch.bfloat16
+    disabled = torch.autocast("cpu", enabled=False)
+    with torch.autocast("cpu", dtype=torch.bfloat16), disabled:
+        assert dispatch.attention(q, k, v).dtype == torch.float32
+
+
+def test_gradients_pass_through_autocast_in_the_inputs_dtype():
+    leaves = [x.requires_grad_() for x in qkv(hkv=4)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        dispatch.attention(*leaves).sum().backward()
+    assert all(x.grad is not None and x.grad.dtype == torch.float32 for x in leaves)
+
+
+# --- functorch and higher derivatives --------------------------------------------------------------------------------
+
+HIGHER = {"plain": {}, "causal": {"is_causal": True}, "window": {"window": (2, 0)}, "softcap": {"softcap": 2.0}}
+
+
+def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+    """The same attention in a few lines of torch, for what torch's SDPA cannot do or differentiate."""
+    sq, skv = q.shape[-2], k.shape[-2]
+    scores = q @ k.repeat_interleave(q.shape[-3] // k.shape[-3], -3).mT * q.shape[-1] ** -0.5
+    scores = options["softcap"] * torch.tanh(scores / options["softcap"]) if "softcap" in options else scores
+    keep = torch.ones(sq, skv, dtype=torch.bool)
+    keep = keep.tril() if options.get("is_causal") else keep
+    if "window" in options:
+        keep = keep.tril(skv - sq) & keep.triu(skv - sq - options["window"][0])
+    keep = options.get("attn_mask", keep)
+    scores = scores.masked_fill(~keep, -torch.inf)
+    return scores.softmax(-1) @ v.repeat_interleave(q.shape[-3] // v.shape[-3], -3)
+
+
+@pytest.mark.parametrize("name", HIGHER)
+def test_vmap_grad_jvp_and_hessian_are_those_of_plain_torch(name):
+    options = HIGHER[name]
+    q, k, v = (x.double() for x in qkv(3, 4, 2, 2, 4))
+    ours = lambda q, k, v: dispatch.attention(q, k, v, **options)
+    plain = lambda q, k, v: dense(q, k, v, **options)
+    stacked = [torch.stack([x, x * 2, x - 1]) for x in (q, k, v)]
+    torch.testing.assert_close(torch.vmap(ours)(*stacked), torch.vmap(plain)(*stacked))
+    loss = lambda f: lambda *x: f(*x).sin().sum()
+    for got, want in zip(
+        torch.func.grad(loss(ours), argnums=(0, 1, 2))(q, k, v),
+        torch.func.grad(loss(plain), (0, 1, 2))(q, k, v),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, want)
+    tangents = tuple(torch.randn_like(x) for x in (q, k, v))
+    for got, want in zip(
+        torch.func.jvp(ours, (q, k, v), tangents), torch.func.jvp(plain, (q, k, v), tangents), strict=True
+    ):
+        torch.testing.assert_close(got, want)
+    torch.testing.assert_close(torch.func.hessian(loss(ours))(q, k, v), torch.func.hessian(loss(plain))(q, k, v))
+    torch.testing.assert_close(ours(q, k, v), plain(q, k, v))  # and an ordinary call afterwards is an ordinary call
+
+
+def test_per_sample_gradients_by_vmap_of_grad():
+    q, k, v = (x.double() for x in qkv(3, 4, 2, 2, 4))
+    per_sample = lambda f: torch.vmap(torch.func.grad(lambda q, k, v: f(q[None], k[None], v[None]).pow(2).sum()))
+    torch.testing.assert_close(per_sample(dispatch.attention)(q, k, v), per_sample(dense)(q, k, v))
+
+
+def test_forward_mode_with_dual_tensors():
+    import torch.autograd.forward_ad as fwd
+
+    q, k, v = (x.double() for x in qkv(3, 4, 2, 2, 4))
+    tangent = torch.randn_like(q)
+    for _ in range(2):
+        with fwd.dual_level():
+            got = fwd.unpack_dual(dispatch.attention(fwd.make_dual(q, tangent), k, v)).tangent
+        want = torch.func.jvp(lambda q: dense(q, k, v), (q,), (tangent,))[1]
+        torch.testing.assert_close(got, want)
+        dispatch.attention(q, k, v)  # a route of the plain call must not serve the dual one
+
+
+KEEP = torch.tensor([[1, 0, 1, 1], [0, 1, 1, 0], [1, 1, 1, 1]], dtype=torch.bool)
+
+
+@pytest.mark.parametrize("backend", ["sdpa_flash", "fold_groups > sdpa_flash", None])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": KEEP}], ids=["plain", "causal", "masked"])
+@pytest.mark.parametrize("hkv", [2, 1], ids=["mha", "gqa"])
+def test_gradients_of_gradients_are_those_of_plain_torch(backend, options, hkv):
+    if backend == "fold_groups > sdpa_flash" and (hkv == 2 or options):
+        return  # the rewrite has nothing to do there, or declines
+    leaves = [x.double().requires_grad_() for x in qkv(3, 4, 2, hkv, 4)]
+
+    def second(f: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        first = torch.autograd.grad(f(*leaves).sin().sum(), leaves, create_graph=True)
+        return list(torch.autograd.grad(sum(g.pow(2).sum() for g in first), leaves))
+
+    got = second(lambda *x: dispatch.attention(*x, enable_gqa=True, backend=backend, **options))
+    for ours, theirs in zip(got, second(lambda *x: dense(*x, **options)), strict=True):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_gradcheck_and_gradgradcheck_pass():
+    leaves = [x.double().requires_grad_() for x in qkv(2, 3, 2, 1, 3)]
+    call = lambda *x: dispatch.attention(*x, enable_gqa=True)
+    assert torch.autograd.gradcheck(call, leaves)
+    assert torch.autograd.gradgradcheck(call, leaves)
+
+
+@pytest.mark.parametrize(
+    "needs", [c for n in (1, 2) for c in itertools.combinations(("q", "k", "v", "mask"), n)], ids="".join
+)
+def test_only_what_needs_a_gradient_gets_one_and_it_is_right(needs):
+    values = dict(zip("qkv", qkv(hkv=4), strict=True)) | {"mask": torch.randn(4, 5, 7)[None]}
+    found = []
+    for call in (lambda q, k, v, mask: dispatch.attention(q, k, v, mask), lambda q, k, v, mask: sdpa(q, k, v, mask)):
+        leaves = {name: x.clone().requires_grad_(name in needs) for name, x in values.items()}
+        call(**leaves).sin().sum().backward()
+        assert [name for name, x in leaves.items() if x.grad is not None] == [n for n in values if n in needs]
+        found.append([leaves[name].grad for name in needs])
+    for got, want in zip(*found, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_route_made_without_gradients_does_not_serve_a_call_with_them():
+    inputs = qkv(hkv=4)
+    for _ in range(2):
+        dispatch.attention(*inputs)
+    leaves = [x.clone().requires_grad_() for x in inputs]
+    with torch.no_grad():
+        assert not dispatch.attention(*leaves).requires_grad
+    assert dispatch.attention(*leaves).requires_grad
+    with torch.inference_mode():
+        assert dispatch.attention(*leaves).is_inference()
+    dispatch.attention(*leaves).sum().backward()
+    assert leaves[1].grad is not None
+
+
+# --- determinism and dropout -----------------------------------------------------------------------------------------
+
+
+def test_the_deterministic_flag_is_part_of_the_op_and_of_the_route():
+    leaves = [x.requires_grad_() for x in qkv(hkv=4)]
+    dispatch.attention(*leaves)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert dispatch.plan(*leaves).op.deterministic
+        first = torch.autograd.grad(dispatch.attention(*leaves).sum(), leaves)
+        again = torch.autograd.grad(dispatch.attention(*leaves).sum(), leaves)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not dispatch.plan(*leaves).op.deterministic
+    assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_dropout_with_a_seed_is_equal_cold_and_warm():
+    inputs = qkv(hkv=4)
+    results = []
+    for _ in range(3):
+        torch.manual_seed(7)
+        results.append(dispatch.attention(*inputs, dropout_p=0.5))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+    assert not torch.equal(results[0], dispatch.attention(*inputs, dropout_p=0.5))
+
+
+def test_dropout_drops_the_share_it_is_told_and_keeps_the_mean():
+    v = torch.ones(1, 1, 400, 2)
+    q = k = torch.zeros(1, 1, 400, 2)
+    out = dispatch.attention(q, k, v, dropout_p=0.25)
+    assert abs(float(out.mean()) - 1.0) < 0.02
+    assert float(out.std()) > 0.01
+    assert float(dispatch.attention(q, k, v, dropout_p=1.0).abs().sum()) == 0.0
+
+
+# --- threads ---------------------------------------------------------------------------------------------------------
+
+
+def test_threads_with_different_calls_get_their_own_results():
+    cases = [(qkv(n, n + 2, 4, hkv), {"enable_gqa": True, "is_causal": causal})
+             for n, hkv, causal in itertools.product((3, 17, 40), (2, 4), (False, True))]  # fmt: skip
+    wants = [sdpa(*inputs, **options) for inputs, options in cases]
+    wrong: list[str] = []
+    start = threading.Barrier(8)
+
+    def work(seed: int) -> None:
+        start.wait()
+        for turn in range(30):
+            n = (turn * 5 + seed) % len(cases)
+            inputs, options = cases[n]
+            if seed % 2:
+                with dispatch.use(("eager", "sdpa_math")[seed % 4 // 2]):
+                    out = dispatch.attention(*inputs, **options)
+            else:
+                out = dispatch.attention(*inputs, **options)
+            if not torch.allclose(out, wants[n], rtol=1e-4, atol=1e-5):
+                wrong.append(f"thread {seed}, case {n}")
+
+    routes.clear()
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not wrong
+
+
+# --- routes ----------------------------------------------------------------------------------------------------------
+
+
+def _situations() -> dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
+    """Changes to three tensors like those a guard was made for; each is asked of both guards."""
+    same = lambda: tuple(torch.randn(2, 4, n, 8) for n in (3, 5, 5))
+    change = lambda f: lambda: (lambda q, k, v: (f(q), k, v))(*same())
+    keys = lambda f: lambda: (lambda q, k, v: (q, f(k), f(v)))(*same())
+    return {
+        "the same": same,
+        "other values": change(lambda q: q * 2),
+        "another query length": change(lambda q: q[:, :, :2].contiguous()),
+        "another batch": change(lambda q: q[:1].contiguous()),
+        "another head count": change(lambda q: q[:, :2].contiguous()),
+        "another head dim": change(lambda q: q[..., :4].contiguous()),
+        "another key length": keys(lambda k: k[:, :, :4].contiguous()),
+        "a key length that differs from the value's": lambda: (lambda q, k, v: (q, k[:, :, :4].contiguous(), v))(
+            *same()
+        ),
+        "another dtype": change(lambda q: q.double()),
+        "half precision": change(lambda q: q.bfloat16()),
+        "another device": change(lambda q: q.to("meta")),
+        "needs a gradient": change(lambda q: q.requires_grad_()),
+        "a key needs a gradient": keys(lambda k: k.requires_grad_()),
+        "other outer strides": change(lambda q: torch.randn(2, 3, 4, 8).transpose(1, 2)),
+        "a scattered last dimension": change(lambda q: torch.randn(2, 4, 8, 3).transpose(2, 3)),
+        "expanded": change(lambda q: torch.randn(1, 4, 3, 8).expand(2, 4, 3, 8)),
+        "three dimensions": change(lambda q: q[0]),
+        "a parameter": change(lambda q: torch.nn.Parameter(q, requires_grad=False)),
+        "a slice of a longer cache": keys(lambda k: torch.randn(2, 4, 50, 8)[:, :, :5]),
+    }
+
+
+MODES: dict[str, Callable[[], Any]] = {
+    "plain": lambda: torch.enable_grad(),
+    "no_grad": torch.no_grad,
+    "inference_mode": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+}
+
+
+@pytest.mark.parametrize("opened", [False, True], ids=["closed", "open length"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("situation", _situations())
+def test_the_guard_in_python_and_torchs_own_agree(situation, mode, opened):
+    made_for = _situations()["the same"]()
+    fast, plain = make_guard(made_for, opened), PythonGuard(made_for, opened).check
+    tensors = _situations()[situation]()
+    with MODES[mode]():
+        verdict = fast(*tensors), plain(*tensors)
+    if situation == "a parameter":  # torch compares the exact type, so does ours
+        assert verdict in ((False, False), (True, True))
+    if mode == "no_grad" and "needs a gradient" in situation:
+        assert verdict == (False, True)  # nothing is recorded, so the plan is right: torch only makes a second route
+        return
+    assert verdict[0] == verdict[1], f"TensorGuards {verdict[0]}, PythonGuard {verdict[1]}"
+    if situation in ("the same", "other values") and mode == "plain":
+        assert verdict == (True, True)
+    if situation == "another key length":
+        assert verdict == ((opened and mode not in ("inference_mode", "autocast")),) * 2
+
+
+@pytest.mark.parametrize("opened", [False, True])
+def test_one_tensor_in_two_places_is_not_two_equal_tensors(opened):
+    q, k, v = _situations()["the same"]()
+    shared = make_guard((q, k, k), opened)
+    assert shared(q, v, v)
+    assert not shared(q, k, v)
+
+
+def opened_routes() -> list[Any]:
+    return [route for kept in routes.table.values() for route in kept if route.runs is not None]
+
+
+def test_decode_growth_uses_one_open_length_route():
+    from attn_dispatch import plan as plan_module
+
+    routes.clear()
+    plan_module.decisions.clear()
+    q = torch.randn(1, 4, 1, 16)
+    cache = torch.randn(2, 1, 2, 512, 16)
+    made = []
+    with dispatch.use("sdpa_flash"):  # one candidate, so that the estimate cannot change its mind on the way
+        for n in range(300, 400):
+            k, v = cache[0][:, :, :n], cache[1][:, :, :n]
+            before = plan_module.decisions.misses
+            out = dispatch.attention(q, k, v, enable_gqa=True)
+            made.append(plan_module.decisions.misses - before)
+            torch.testing.assert_close(out, sdpa(q, k, v, enable_gqa=True))
+        assert len(opened_routes()) == 1
+        assert sum(len(kept) for kept in routes.table.values()) <= 2
+    assert sum(made) <= 2
+
+
+def test_decode_growth_over_buckets_is_right_and_keeps_few_routes():
+    routes.clear()
+    q = torch.randn(1, 4, 1, 16)
+    cache = torch.randn(2, 1, 2, 300, 16)
+    for n in range(1, 300, 3):
+        k, v = cache[0][:, :, :n], cache[1][:, :, :n]
+        torch.testing.assert_close(dispatch.attention(q, k, v, enable_gqa=True), sdpa(q, k, v, enable_gqa=True))
+    assert all(len(kept) <= 16 for kept in routes.table.values())
+
+
+@pytest.mark.parametrize(
+    "lengths", [(90, 120), (90, 91, 100, 101, 120), (70, 99, 100, 101, 128, 65), (120, 90, 121)], ids=str
+)
+@pytest.mark.parametrize("backend", [None, "eager", "blocked", "sdpa_flash"])
+def test_a_window_that_starts_to_matter_at_a_longer_length_is_not_lost(lengths, backend):
+    assert len({bucket(n) for n in lengths}) == 1
+    routes.clear()
+    q = torch.randn(1, 2, 1, 16)
+    cache = torch.randn(2, 1, 2, 128, 16)
+    for _ in range(2):
+        for n in lengths:
+            k, v = cache[0][:, :, :n], cache[1][:, :, :n]
+            got = dispatch.attention(q, k, v, window=(99, 0), backend=backend)
+            near = slice(max(0, n - 100), n)
+            torch.testing.assert_close(got, sdpa(q, k[:, :, near], v[:, :, near]))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"is_causal": True}, {"is_causal": True, "q_offset": 60}, {"window": (5, 0), "q_offset": 70}, {"window": (3, 3)}],
+    ids=str,
+)
+@pytest.mark.parametrize("sq", [1, 2, 65])
+def test_warm_calls_at_growing_lengths_are_cold_calls(options, sq):
+    routes.clear()
+    q = torch.randn(1, 2, sq, 16)
+    cache = torch.randn(2, 1, 2, 128, 16)
+    for n in (66, 70, 71, 100, 128, 66):
+        k, v = cache[0][:, :, :n], cache[1][:, :, :n]
+        warm = dispatch.attention(q, k, v, **options)
+        torch.testing.assert_close(warm, dispatch.plan(q, k, v, backend="eager", **options)(q, k, v))
+
+
+def test_a_mask_that_changes_in_place_is_not_remembered():
+    inputs = qkv(hkv=4)
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    for keep in (7, 4, 2, 7):
+        mask[:] = torch.arange(7) < keep
+        torch.testing.assert_close(dispatch.attention(*inputs, mask), sdpa(*inputs, mask))
+
+
+def test_warm_calls_raise_no_warning():
+    inputs = qkv(hkv=4)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(3):
+            dispatch.attention(*inputs)
+            dispatch.attention(*inputs, window=(2, 0))

@@ -302,7 +302,9 @@ def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Reg
     then the op is run again by the specification. On a GPU looking would wait for the device: there excluded columns
     are zeroed beforehand, and what a mask excludes per query is documented to leak.
     """
-    if not op.mask.sanitises or decision.chosen.backend.name == "eager":
+    steps = decision.chosen.chain.steps
+    reaching = steps[0].inner.mask if steps and steps[0].cuts_excluded else op.mask
+    if not reaching.sanitises or decision.chosen.backend.name == "eager":
         return run
     if op.traced or op.device != "cpu":
         if reference.column_masks(op.mask) is None:

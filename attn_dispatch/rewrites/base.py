@@ -21,12 +21,15 @@ class Rewritten:
         adapt: turns the inner ``run`` into the outer one.
         repeat: how often the inner op runs.
         extra: what the adapters cost beside it.
+        cuts_excluded: keys that the outer mask excludes and the inner one does not know are not handed on, so that
+            nothing in them can leak.
     """
 
     inner: AttentionOp
     adapt: Callable[[Run], Run]
     repeat: float = 1.0
     extra: Cost = field(default_factory=lambda: Cost(launches=0.0))
+    cuts_excluded: bool = False
 
 
 class Rewrite:

@@ -68,7 +68,7 @@ class TrimLengths(Rewrite):
             return lambda q, k, v, t: _run_trimmed(op, lengths, run, q, k, v, t)
 
         copies = 2.0 * op.query.itemsize * op.B * op.Hq * op.Sq * op.Dv
-        return Rewritten(inner, adapt, float(op.B), Cost(0.0, copies, 3.0 * op.B))
+        return Rewritten(inner, adapt, float(op.B), Cost(0.0, copies, 3.0 * op.B), cuts_excluded=True)
 
 
 def _expected(length: int) -> int:
@@ -140,7 +140,9 @@ def _assemble(
     if not keep_graph:
         # heads beside each other, as the fused kernels return them, so that placing a part is a straight copy
         b, h, s, *rest = shape
-        out = torch.full((b, s, h, *rest), fill, dtype=dtype, device=q.device).transpose(1, 2)
+        out = torch.empty((b, s, h, *rest), dtype=dtype, device=q.device).transpose(1, 2)
+        if any(part is None or part.shape[2] < s for _, part in pieces):
+            out.fill_(fill)
         for rows, part in pieces:
             if part is not None:
                 for n, row in enumerate(rows):

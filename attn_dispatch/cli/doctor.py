@@ -71,8 +71,16 @@ def _backend(backend: Any, distribution: str) -> dict[str, Any]:
     except Exception as error:  # noqa: BLE001 - a stranger's backend; doctor has to say so and go on
         missing, version = f"{type(error).__name__}: {error}", "unknown"
     devices = sorted(frozenset().union(*(c.devices for c in backend.capabilities)))
+    if missing is None and not any(_is_here(device) for device in devices):
+        missing = f"it runs on {', '.join(devices)}, and there is none here"
     said = {"name": backend.name, "version": version, "distribution": distribution, "devices": devices}
     return {**said, "available": missing is None, "reason": "" if missing is None else str(missing)}
+
+
+def _is_here(device_type: str) -> bool:
+    from attn_dispatch import device
+
+    return device_type in ("cpu", "meta") or device.facts(device_type).arch not in ("none", "unknown")
 
 
 def _version(distribution: str) -> str | None:

@@ -115,7 +115,7 @@ def run_bench(json_path: Path | None = None, only: str | None = None, rounds: in
     Args:
         json_path: where to write the rows as JSON. only: run the cases whose name holds this. rounds: rounds a case.
     """
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)  # a pipe would be cut at 80 columns
     table = Table(title=f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {rounds} rounds")
     for column in ("case", "ours", "SDPA as given", "SDPA best form", "over given", "over best", "", "target"):
         table.add_column(column, justify="left" if column in ("case", "target") else "right")

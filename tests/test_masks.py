@@ -16,8 +16,6 @@ from attn_dispatch.ir.operands import Held
 from attn_dispatch.ir.recognise import recognise
 
 HEADS = 2
-settings.register_profile("masks", deadline=None, max_examples=150, derandomize=True)
-settings.load_profile("masks")
 
 
 @dataclass(frozen=True)

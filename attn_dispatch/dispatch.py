@@ -234,7 +234,7 @@ class _Call:
         options = Options(
             mask, dropout_p, bool(is_causal), scale, enable_gqa, tuple(window) if isinstance(window, list) else window,
             softcap, None if isinstance(q_offset, torch.Tensor) else q_offset,
-            None if variant == _SOFTMAX else variant, False, layout, bool(return_lse), bool(return_weights),
+            None if variant == _SOFTMAX else variant, layout, bool(return_lse), bool(return_weights),
         )  # fmt: skip
         return cls(tensors, named, options, backend, notes)
 

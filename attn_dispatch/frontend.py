@@ -43,7 +43,6 @@ class Options:
     softcap: float | None = None
     q_offset: int | None = None
     variant: Variant | None = None
-    alibi: bool = False
     layout: str = "bhsd"
     return_lse: bool = False
     return_weights: bool = False

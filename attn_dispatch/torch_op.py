@@ -12,12 +12,12 @@ from typing import Any
 
 import torch
 
-from attn_dispatch.errors import InputError, InputTypeError
+from attn_dispatch.errors import InputTypeError
 from attn_dispatch.ir.mask_text import parse_mask
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.operands import Held, Operand
 from attn_dispatch.ir.tensors import Ref
-from attn_dispatch.variants import Softmax
+from attn_dispatch.variants import LinearAttention, Retention
 
 __all__ = ["call"]
 
@@ -30,10 +30,14 @@ def call(
     variant: Any, layout: Any, return_lse: Any, return_weights: Any, pinned: Any,
 ) -> Any:  # fmt: skip
     """Call the operator with `dispatch.attention`'s arguments; runs while Dynamo traces, so it stays simple."""
-    if not isinstance(variant, Softmax):
-        raise InputError(f"variant {variant} is not available inside torch.compile yet", remedy="call it outside")
     names: list[str] = []
     tensors: list[torch.Tensor] = []
+    linear = None
+    if isinstance(variant, Retention):
+        names.append("decay")
+        tensors.append(variant.decay)
+    elif isinstance(variant, LinearAttention):
+        linear = (variant.feature_map, variant.normalizer_eps)
     mask_text = ""
     if isinstance(attn_mask, Mask):
         bound, held = attn_mask.bind("traced")  # not the cached one: Dynamo cannot enter cached_property's lock
@@ -58,7 +62,7 @@ def call(
         f"{{'names': {names!r}, 'mask': {mask_text!r}, 'dropout_p': {dropout_p!r}, 'is_causal': {is_causal!r}, "
         f"'scale': {scale!r}, 'enable_gqa': {enable_gqa!r}, 'window': {window!r}, 'softcap': {softcap!r}, "
         f"'q_offset': {q_offset!r}, 'layout': {layout!r}, 'return_lse': {return_lse!r}, "
-        f"'return_weights': {return_weights!r}, 'backend': {pinned!r}}}"
+        f"'return_weights': {return_weights!r}, 'linear': {linear!r}, 'backend': {pinned!r}}}"
     )
     results = torch.ops.attn_dispatch.attention(query, key, value, tensors, spec)
     return results[0] if len(results) == 1 else tuple(results)
@@ -69,6 +73,10 @@ def _arguments(tensors: list[torch.Tensor], spec: str) -> dict[str, Any]:
     options = ast.literal_eval(spec)
     named = dict(zip(options.pop("names"), tensors, strict=True))
     arguments = {name: named.pop(name) for name in list(named) if name in _TENSOR_ARGS}
+    if (linear := options.pop("linear")) is not None:
+        arguments["variant"] = LinearAttention(*linear)
+    if "decay" in named:
+        arguments["variant"] = Retention(named.pop("decay"))
     if text := options.pop("mask"):
         arguments["attn_mask"] = _hold(parse_mask(text), named)
     if arguments.get("q_offset") is not None:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_dispatch import context, reference, shapes
-from attn_dispatch.errors import InputError, NoBackendError
+from attn_dispatch.errors import InputError, InputTypeError, NoBackendError
 from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths, QueryLengths, Window
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.ops import END, AttentionOp, Outputs
@@ -59,11 +59,9 @@ def compiled(
     softmax = None if isinstance(variant, Softmax) else variant
     extras = (window, softcap or None, bias, sinks, query_lengths, key_lengths, q_offset, softmax, return_lse,
               return_weights, backend, context.in_use)  # fmt: skip
-    if _is_sdpa(query, attn_mask, is_causal, scale, layout, extras):
-        grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
-        if grouped and enable_gqa is False:
-            problem = f"query has {query.shape[-3]} heads and key {key.shape[-3]}, and enable_gqa is False"
-            raise InputError(problem, remedy="enable_gqa=True for grouped-query attention (None accepts both)")
+    grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
+    refused = grouped and enable_gqa is False  # by the frontend, inside the operator: Dynamo cannot raise our errors
+    if not refused and _is_sdpa(query, attn_mask, is_causal, scale, layout, extras):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
         )
@@ -87,10 +85,13 @@ def exported(
     if not isinstance(variant, Softmax):
         raise InputError(f"variant {variant} cannot be exported yet", remedy="export a model with softmax attention")
     extras = (window, softcap or None, bias, sinks, query_lengths, key_lengths, q_offset, return_lse, return_weights)
-    grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
-    if grouped and enable_gqa is False and layout == "bhsd":
-        problem = f"query has {query.shape[-3]} heads and key {key.shape[-3]}, and enable_gqa is False"
+    heads = -2 if layout == "bshd" else -3
+    grouped = query.ndim > 2 and query.shape[heads] != key.shape[heads]
+    if grouped and enable_gqa is False:
+        problem = f"query has {query.shape[heads]} heads and key {key.shape[heads]}, and enable_gqa is False"
         raise InputError(problem, remedy="enable_gqa=True for grouped-query attention (None accepts both)")
+    if isinstance(attn_mask, torch.Tensor):
+        _check_exported_mask(query, attn_mask)
     onnx = torch.onnx.is_in_onnx_export()
     if not onnx and backend is None and _is_sdpa(query, attn_mask, is_causal, scale, layout, extras):
         return F.scaled_dot_product_attention(
@@ -113,6 +114,16 @@ def exported(
     if return_weights and raw.weights is not None:
         results.append(form.unpack(raw.weights))
     return tuple(results) if len(results) > 1 else out
+
+
+def _check_exported_mask(query: torch.Tensor, mask: torch.Tensor) -> None:
+    """The two mistakes of a mask that no operator would notice; the frontend's words, without a test of a length."""
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        remedy = "attn_mask.bool() (True = attend), or a float tensor, which is added to the scores"
+        raise InputTypeError(f"attn_mask has dtype {dtype_name(mask.dtype)}; it must be bool or float", remedy=remedy)
+    if query.ndim >= 4 and mask.ndim == 3 and mask.shape[0] != 1:
+        problem = f"attn_mask {list(mask.shape)} of rank 3 is ambiguous: its first size may mean batch or heads"
+        raise InputError(problem, remedy="attn_mask[:, None] for [B, 1, Sq, Skv], attn_mask[None] for [1, H, Sq, Skv]")
 
 
 def _export_op(

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attn_dispatch import dispatch, masks
+from attn_dispatch import dispatch, masks, variants
 from attn_dispatch.ir.ops import bucket
 from attn_dispatch.routes import PythonGuard, make_guard, routes
 
@@ -588,3 +588,49 @@ def test_warm_calls_raise_no_warning():
         for _ in range(3):
             dispatch.attention(*inputs)
             dispatch.attention(*inputs, window=(2, 0))
+
+
+# --- mistakes and variants inside a traced program -------------------------------------------------------------------
+
+
+class _Call(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, q, k, mask=None):
+        return dispatch.attention(q, k, k, attn_mask=mask, **self.options)
+
+
+@pytest.mark.parametrize(
+    ("options", "heads", "mask", "words"),
+    [
+        ({}, 2, None, "enable_gqa"),
+        ({"layout": "bshd"}, 2, None, "enable_gqa"),
+        ({}, 4, torch.ones(6, 6, dtype=torch.int64), "attn_mask has dtype int64"),
+        ({}, 4, torch.ones(4, 6, 6, dtype=torch.bool), "ambiguous"),
+    ],
+    ids=["gqa", "gqa bshd", "integer mask", "rank-3 mask"],
+)
+def test_a_mistake_is_named_in_an_export_and_in_a_compiled_graph_as_in_a_plain_call(options, heads, mask, words):
+    bshd = options.get("layout") == "bshd"
+    q = torch.randn(1, 6, 4, 8) if bshd else torch.randn(1, 4, 6, 8)
+    k = torch.randn(1, 6, heads, 8) if bshd else torch.randn(1, heads, 6, 8)
+    module = _Call(**options)
+    torch._dynamo.reset()
+    for run in (
+        module,
+        torch.compile(module, backend="eager", fullgraph=True),
+        lambda *inputs: torch.export.export(module, inputs),
+    ):
+        with pytest.raises(ValueError, match=words):
+            run(q, k, mask)
+
+
+def test_the_linear_variants_run_inside_a_compiled_graph():
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 4, 6, 8)
+    for variant in (variants.LinearAttention("identity", None), variants.Retention(variants.retention_decay(4))):
+        module = _Call(variant=variant, is_causal=True)
+        torch._dynamo.reset()
+        compiled = torch.compile(module, backend="eager", fullgraph=True)
+        torch.testing.assert_close(compiled(q, k), module(q, k))

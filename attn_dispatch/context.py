@@ -121,21 +121,21 @@ def use(
 
 
 class at_layer:  # noqa: N801 - used like a function; a class enters faster, and this runs at every call of a layer
-    """Say which layer runs inside, for pins by layer and for `capture`; an outer name that is set already stays.
+    """Say which layer runs inside, for pins by layer and for `capture`.
 
     Args:
-        name: the layer, ``"model.layers.3.self_attn"``.
+        name: the layer, ``"model.layers.3.self_attn"``. over: whether it replaces a name that was set further out.
     """
 
-    __slots__ = ("_name", "_settings", "_token")
+    __slots__ = ("_name", "_over", "_settings", "_token")
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, over: bool = False) -> None:
+        self._name, self._over = name, over
         self._token: Token[str] | None = None
         self._settings: Token[Context | None] | None = None
 
     def __enter__(self) -> None:
-        if current_layer.get():
+        if not self._over and current_layer.get():
             return
         self._token = current_layer.set(self._name)
         if layers_matter:

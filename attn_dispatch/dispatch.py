@@ -400,14 +400,15 @@ def _worth_recognising(mask: torch.Tensor, query: Any, value: Any) -> bool:
     return mask.shape[-1] * mask.shape[-2] >= 1 << 16 and work >= 256
 
 
-def capture() -> Any:
+def capture(model: torch.nn.Module | None = None) -> Any:
     """Record every attention that runs inside: ``with dispatch.capture() as workload: model(x)``.
 
-    See `attn_dispatch.capture.capture`.
+    Args:
+        model: where the names of layers come from; see `attn_dispatch.capture.capture`.
     """
     from attn_dispatch.capture import capture as start
 
-    return start()
+    return start(model)
 
 
 def replace_sdpa() -> Any:

@@ -88,6 +88,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
         monkeypatch.setattr(tuned, "settings", lambda: Settings((), root))
         monkeypatch.setattr("attn_dispatch.plan.current_pins", lambda: pins or Pins())
         monkeypatch.setattr("attn_dispatch.report.current_pins", lambda: pins or Pins())
+        monkeypatch.setattr("attn_dispatch.selection.pins.current_pins", lambda: pins or Pins())
         monkeypatch.setattr("attn_dispatch.selection.ranks.Session", lambda: Session(QUICK))
         return tuned.store()
 
@@ -581,3 +582,35 @@ def test_a_warm_call_is_the_same_tuned_and_untuned(install):
         tuned._store = None  # whoever asks it now makes a new one
         dispatch.attention(q, q, q)
         assert tuned._store is None
+
+
+@pytest.mark.parametrize("by", ["a pin", "a tuned result"])
+def test_a_compiled_graph_runs_what_an_eager_call_runs(by, install, monkeypatch):
+    """Peer bug (PyTorch: a priority that is lost under compile)."""
+    ran: list[str] = []
+
+    def noted(name: str) -> Toy:
+        return Toy(name, 1 if name == "liked" else 2, lambda *_: ran.append(name))
+
+    pins = Pins((Pin(When(), ("wanted",), where="pins.yaml:3"),)) if by == "a pin" else Pins()
+    store = install(noted("liked"), noted("wanted"), pins=pins)
+    monkeypatch.setattr("attn_dispatch.plan.settings", lambda: Settings((), None, "cached"))
+    if by == "a tuned result":
+        store.put(entry_for(described(x()), "wanted", "liked"))
+    torch._dynamo.reset()
+    dispatch.attention(x(), x(), x())
+    torch.compile(_Module(), backend="eager", fullgraph=True)(x())
+    assert ran == ["wanted", "wanted"]
+
+
+def test_nothing_chosen_is_traced_as_sdpa(install):
+    install(Toy("liked"))
+    graphs: list[list[Any]] = []
+
+    def look(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(_Module(), backend=look, fullgraph=True)(x())
+    assert graphs == [[torch.nn.functional.scaled_dot_product_attention]]

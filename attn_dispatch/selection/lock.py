@@ -12,6 +12,7 @@ from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.registry.discover import on_reset
 from attn_dispatch.selection.pins import current_pins
 from attn_dispatch.selection.store import Entry, Record
+from attn_dispatch.settings import settings
 from attn_dispatch.yaml_text import yaml_text
 
 __all__ = ["LockEntry", "entry_dict", "lock_dict", "locked", "parse_lock", "read_lock", "write_lock"]
@@ -34,7 +35,7 @@ class LockEntry:
     shipped: bool
 
 
-_locked: tuple[LockEntry, ...] | None = None
+_locked: tuple[Any, tuple[LockEntry, ...]] | None = None  # the pins that they were read from, and the entries
 
 
 def _forget() -> None:
@@ -48,12 +49,14 @@ on_reset.append(_forget)
 def locked() -> tuple[LockEntry, ...]:
     """The entries of all files in force, strongest first; read once."""
     global _locked
-    if _locked is None:
-        _locked = tuple(parse_lock(entry) for entry in current_pins().tuned)
-    return _locked
+    pins = current_pins()
+    if _locked is None or _locked[0] is not pins:
+        shipped = {str(path) for path in settings().shipped}
+        _locked = (pins, tuple(parse_lock(entry, entry.get("file") in shipped) for entry in pins.tuned))
+    return _locked[1]
 
 
-def parse_lock(data: Mapping[str, Any]) -> LockEntry:
+def parse_lock(data: Mapping[str, Any], shipped: bool = False) -> LockEntry:
     """The inverse of `entry_dict`; its shape was checked when its file was read."""
     medians, spreads = data.get("medians_us", {}), data.get("spreads_us", {})
     errors, versions, refused = data.get("errors", {}), data.get("versions", {}), data.get("refused", {})
@@ -63,15 +66,8 @@ def parse_lock(data: Mapping[str, Any]) -> LockEntry:
     ]
     records += [Record(name, "wrong", note=note) for name, note in refused.items()]
     op = AttentionOp.from_dict(data["op"])
-    shipped = bool(data.get("shipped", False))
-    return LockEntry(
-        op.bucketed(),
-        tuple(data["use"]),
-        tuple(records),
-        data.get("why", ""),
-        data.get("where", "a lock file"),
-        shipped,
-    )
+    where = data.get("where", "a lock file")
+    return LockEntry(op.bucketed(), tuple(data["use"]), tuple(records), data.get("why", ""), where, shipped)
 
 
 def entry_dict(entry: Entry, layers: Sequence[str] = (), count: int = 0) -> dict[str, Any]:

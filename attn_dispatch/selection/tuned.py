@@ -28,7 +28,7 @@ from attn_dispatch.registry.discover import on_reset
 from attn_dispatch.selection.store import Entry, Miss, Record, Store, explain_miss
 from attn_dispatch.settings import settings
 
-__all__ = ["Tuned", "find", "look_up", "on_change", "stale", "store"]
+__all__ = ["Tuned", "find", "look_up", "may_choose", "on_change", "stale", "store"]
 
 
 @dataclass(frozen=True)
@@ -84,6 +84,17 @@ def find(op: AttentionOp, registry: Registry) -> Tuned | Miss:
         found = Miss((problem,))
     shipped = _locked(op, registry, shipped=True)
     return shipped if shipped is not None else found
+
+
+def may_choose() -> bool:
+    """Whether anything but the heuristic could decide a call outside `dispatch.use`: pins, lock files, the store."""
+    from attn_dispatch.selection.pins import current_pins
+
+    pins = current_pins()
+    if pins.pins:
+        return True
+    mode = settings().autotune
+    return mode != "off" and (mode != "cached" or bool(pins.tuned) or any(True for _ in store().files()))
 
 
 def look_up(op: AttentionOp, registry: Registry, mode: str) -> Tuned | None:

@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 from attn_dispatch.errors import ConfigError
 
-__all__ = ["AUTOTUNE_MODES", "Settings", "settings"]
+__all__ = ["AUTOTUNE_MODES", "Settings", "child_environment", "settings"]
 
 AUTOTUNE_MODES = ("off", "cached", "on", "force", "assert")  # see attn_dispatch.selection.tuned
 
@@ -60,6 +61,11 @@ def settings() -> Settings:
     own = [Path("attn_dispatch.yaml"), platformdirs.user_config_path("attn_dispatch") / "attn_dispatch.yaml"]
     shipped = tuple(sorted(_shipped_folder().glob("*.yaml")))
     return Settings((*(path for path in own if path.is_file()), *shipped), usable, mode, shipped)
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for a child process that imports what this process can import."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
 
 
 def _shipped_folder() -> Path:

@@ -1,4 +1,4 @@
-"""Other libraries' models through the dispatcher: `transformers`, any model that calls torch's SDPA (`sdpa`), names (`layers`)."""
+"""Other libraries' models through the dispatcher: `transformers`, models that call torch's SDPA (`sdpa`), `layers`."""
 
 from __future__ import annotations
 

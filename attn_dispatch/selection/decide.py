@@ -166,8 +166,8 @@ def _without(
     request: Request, legal: Sequence[tuple[Candidate, float]]
 ) -> tuple[list[tuple[Candidate, float]], dict[str, tuple[Reason, ...]]]:
     """The legal candidates that a request does not bar, and the reason for those that it does."""
-    reason = Reason("barred", "avoid", text=f"barred by {request.source}")
-    barred = {c.name: (reason,) for c, _ in legal if c.name in request.avoid or c.backend.name in request.avoid}
+    why: tuple[Reason, ...] = (Reason("barred", "avoid", text=f"barred by {request.source}"),)
+    barred = {c.name: why for c, _ in legal if c.name in request.avoid or c.backend.name in request.avoid}
     return [(c, us) for c, us in legal if c.name not in barred], barred
 
 

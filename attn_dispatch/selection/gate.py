@@ -24,7 +24,7 @@ from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.passes import canonicalise
 from attn_dispatch.registry import Registry
 from attn_dispatch.selection.candidates import build, rebuild
-from attn_dispatch.selection.samples import KINDS, Sample, golden_rows, make_sample
+from attn_dispatch.selection.samples import KINDS, Sample, as_double, golden_rows, make_sample
 
 __all__ = ["SLACK", "Verdict", "crops", "run_gate", "step"]
 
@@ -209,9 +209,7 @@ def _reference_gradients(
 
 
 def _double_out(op: AttentionOp, sample: Sample) -> torch.Tensor:
-    from attn_dispatch.selection.samples import _as_double
-
-    return reference.attention(_as_double(op), sample.query, sample.key, sample.value, sample.operands).out
+    return reference.attention(as_double(op), sample.query, sample.key, sample.value, sample.operands).out
 
 
 def _error(dtype: str, quantity: str, got: torch.Tensor, right: torch.Tensor, plain: torch.Tensor) -> tuple[float, str]:

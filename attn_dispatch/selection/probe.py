@@ -7,7 +7,6 @@ pickled backends and rewrites it is made of. The child runs the numerics gate an
 from __future__ import annotations
 
 import json
-import os
 import pickle
 import signal
 import subprocess
@@ -25,6 +24,7 @@ from attn_dispatch.selection.candidates import build, rebuild
 from attn_dispatch.selection.gate import run_gate, step
 from attn_dispatch.selection.samples import make_sample
 from attn_dispatch.selection.store import Record
+from attn_dispatch.settings import child_environment
 
 __all__ = ["failure_of", "try_apart"]
 
@@ -49,9 +49,10 @@ def try_apart(name: str, op: AttentionOp, registry: Registry, limit_s: float) ->
         threads = torch.get_num_threads()
         task.write_bytes(pickle.dumps((name, op.to_dict(), parts, memory, threads)))
         command = [sys.executable, "-m", "attn_dispatch.selection.probe", str(task), str(answer)]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
         try:
-            run = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=environment, check=False)
+            run = subprocess.run(
+                command, capture_output=True, text=True, timeout=limit_s, env=child_environment(), check=False
+            )
         except subprocess.TimeoutExpired:
             return Record(name, "timeout", note=f"it took more than {limit_s:g} s in a process of its own")
         if answer.exists():

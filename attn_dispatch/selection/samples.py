@@ -19,7 +19,7 @@ from attn_dispatch.ir.scores import Bias
 from attn_dispatch.ir.tensors import Ref, TensorDesc
 from attn_dispatch.ir.weights import Linear
 
-__all__ = ["KINDS", "Sample", "golden", "golden_rows", "make_sample"]
+__all__ = ["KINDS", "Sample", "as_double", "golden", "golden_rows", "make_sample"]
 
 # How a sample is filled. typical: what a model would have; large: logits of some hundreds, so that a softmax without
 # its maximum overflows; ragged: lengths from 0 to full and rows that attend nothing; views: tensors that are views
@@ -127,7 +127,8 @@ class _Maker:
             values = torch.zeros(shape, dtype=torch.int64)
         else:
             values = self.floats(name, shape)
-        return values.to(getattr(torch, desc.dtype)).to(self.device)
+        values = values.to(getattr(torch, desc.dtype)).to(self.device)
+        return values.transpose(-1, -2).contiguous().transpose(-1, -2) if desc.strides == "scattered" else values
 
     def floats(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """A bias, slopes or sinks."""
@@ -166,7 +167,9 @@ class _Maker:
         return keep
 
 
-def _as_double(op: AttentionOp) -> AttentionOp:
+def as_double(op: AttentionOp) -> AttentionOp:
+    """The op in float64 on the CPU, without dropout."""
+
     def wide(desc: TensorDesc) -> TensorDesc:
         floating = getattr(torch, desc.dtype).is_floating_point
         return TensorDesc(desc.shape, "float64" if floating else desc.dtype, "cpu", desc.strides)
@@ -178,7 +181,7 @@ def _as_double(op: AttentionOp) -> AttentionOp:
 def golden(op: AttentionOp, sample: Sample) -> Raw:
     """What is right for a sample, in float64 on the CPU, by the specification; dropout is left out."""
     wide = sample.double()
-    return reference.attention(_as_double(op), wide.query, wide.key, wide.value, wide.operands)
+    return reference.attention(as_double(op), wide.query, wide.key, wide.value, wide.operands)
 
 
 def golden_rows(op: AttentionOp, sample: Sample, rows: tuple[int, int], dtype: torch.dtype = torch.float64) -> Raw:
@@ -204,7 +207,7 @@ def golden_rows(op: AttentionOp, sample: Sample, rows: tuple[int, int], dtype: t
         tensors["_offset"], here = offset + start, Ref("_offset")
     else:
         here = offset + start
-    part = _as_double(op) if dtype == torch.float64 else op.with_(dropout_p=0.0, traced=False)
+    part = as_double(op) if dtype == torch.float64 else op.with_(dropout_p=0.0, traced=False)
     block = part.with_(
         query=part.query.with_shape(op.B, op.Hq, stop - start, op.D), mask=Dense(Ref("_allowed")), q_offset=here
     )

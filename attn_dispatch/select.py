@@ -126,7 +126,7 @@ def merge_selections(parts: Sequence[Selection], top_k: int) -> Selection:
     indices, order = indices.sort(-1)  # ties go to the lowest index: the sort by score below is stable
     scores = scores.gather(-1, order)
     rank = torch.where(indices < 0, -math.inf, _ranked(scores))
-    best = rank.argsort(-1, descending=True, stable=True)[..., :top_k]
+    best = torch.argsort(rank, dim=-1, descending=True, stable=True)[..., :top_k]
     indices, scores = indices.gather(-1, best), scores.gather(-1, best)
     last = torch.iinfo(indices.dtype).max
     indices, order = torch.where(indices < 0, last, indices).sort(-1)

@@ -146,7 +146,7 @@ def _longformer(n: Sizes, gen: torch.Generator) -> dict[str, Any]:
 def _selected(n: Sizes, gen: torch.Generator) -> dict[str, Any]:
     indices = torch.randint(-1, n.Skv, (n.B, n.Sq, 5), generator=gen)
     indices[:, 0] = -1
-    return {"attn_mask": masks.selected(indices), "_indices": indices}
+    return {"attn_mask": masks.Selected(indices), "_indices": indices}  # type: ignore[arg-type]
 
 
 def _is_selected(w: Where, a: dict[str, Any]) -> torch.Tensor:

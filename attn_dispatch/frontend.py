@@ -257,8 +257,8 @@ class _Builder:
     def check_mask_operands(self, mask: Mask) -> None:
         selected = {a.indices: a for a in mask.atoms() if isinstance(a, Selected)}
         for name in mask.refs():
-            atom = selected.get(Ref(name))
-            self.bind(name, None if atom is None else shapes.checked_indices(atom, self.sizes[3], self.asked))
+            lists = selected.get(Ref(name))
+            self.bind(name, None if lists is None else shapes.checked_indices(lists, self.sizes[3], self.asked))
         b, hq, sq, skv = self.sizes
         for atom in mask.atoms():
             problem = shapes.mask_problem(atom, self.operands, b, hq, sq, skv)

@@ -117,7 +117,8 @@ def _gathered(op: AttentionOp, lists: _Lists, count: int) -> Rewritten:
     looked_up = 2.0 * op.B * op.Sq * op.Skv if lists.looked_up is not None else 0.0
     last = (op.Sq - (chunks - 1) * rows) / rows  # the last chunk is as large as what is left
     extra = Cost(0.0, moved + small + looked_up, 12.0 * chunks)
-    return Rewritten(inner, adapt, chunks - 1 + last, extra, cuts_excluded=True)
+    # keys that only a mask per head excludes are handed on, under a mask that promises nothing about NaN
+    return Rewritten(inner, adapt, chunks - 1 + last, extra, cuts_excluded=not per_head)
 
 
 def _chunk_rows(op: AttentionOp, count: int) -> int:

@@ -386,6 +386,39 @@ def test_future_indices_are_masked_by_the_causal_part():
         torch.testing.assert_close(got, dense, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_offsets_per_batch_and_one_selection_for_all_batches(dtype):
+    query, key, value = qkv(sq=3, skv=40)
+    indices = torch.tensor([[[3, 9, 30, -1], [1, 22, 2, 39], [0, 5, 11, 38]]], dtype=dtype)
+    mask = masks.causal() & masks.selected(indices)
+    arguments = {"q_offset": torch.tensor([2, 36]), "key_lengths": torch.tensor([40, 30]), "enable_gqa": True}
+    want = attention(query, key, value, mask, **arguments, backend="eager")
+    for chain in legal_chains(query, key, value, mask, **arguments):
+        got = attention(query, key, value, mask, **arguments, backend=chain)
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["compile", "export", "vmap"])
+def test_selection_and_attention_are_traced_as_one_program(how):
+    tensors = [*qkv(sq=12, skv=12, hkv=4), *inputs(sq=12, skv=12)]
+
+    def dsa(query, key, value, q, k, w):
+        return attention(query, key, value, masks.causal() & masks.selected(dispatch.select(q, k, w, 4)))
+
+    if how == "compile":
+        got = torch.compile(dsa, backend="eager", fullgraph=True)(*tensors)
+    elif how == "vmap":
+        got = torch.vmap(lambda *row: dsa(*(x[None] for x in row))[0])(*tensors)
+    else:
+
+        class Module(torch.nn.Module):
+            def forward(self, *args):
+                return dsa(*args)
+
+        got = torch.export.export(Module(), tuple(tensors)).module()(*tensors)
+    torch.testing.assert_close(got, dsa(*tensors), atol=2e-6, rtol=1e-5)
+
+
 def test_a_repeated_index_counts_once():
     query, key, value = qkv(sq=1)
     once, twice = torch.tensor([[[3, 9, -1, -1]]]), torch.tensor([[[9, 3, 9, 3]]])

@@ -421,7 +421,7 @@ def test_selection_and_attention_are_traced_as_one_program(how):
 
 def test_a_repeated_index_counts_once():
     query, key, value = qkv(sq=1)
-    once, twice = torch.tensor([[[3, 9, -1, -1]]]), torch.tensor([[[9, 3, 9, 3]]])
+    once, twice = torch.tensor([[[3, 9, -1, -1]]]), torch.tensor([[[9, 3, 9, 9]]])
     want = attention(query, key, value, masks.selected(once), enable_gqa=True)
     for chain in (*legal_chains(query, key, value, masks.Selected(twice), enable_gqa=True), "eager", "blocked"):
         got = attention(query, key, value, masks.Selected(twice), enable_gqa=True, backend=chain)
@@ -486,6 +486,17 @@ def test_nan_in_keys_that_are_not_selected_never_leaks():
         x[:, :, [0, 30, 39]] = torch.nan  # where -1 points when clamped, a future key, a key nobody lists
     for chain in legal_chains(query, key, value, mask, **arguments):
         got = attention(query, *bad, mask, **arguments, backend=chain)
+        torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
+
+
+def test_nan_where_padding_points_never_leaks_beside_a_mask_per_head():
+    query, key, value = qkv(sq=3, skv=40)
+    keep = torch.rand(2, 4, 3, 40, generator=torch.Generator().manual_seed(5)) < 0.7
+    mask = masks.selected(torch.tensor([[[1, 5, -1, -1], [9, 30, 2, -1], [1, 2, 3, 4]]])) & masks.Dense(keep)
+    want = attention(query, key, value, mask, enable_gqa=True)
+    bad = [x.index_fill(2, torch.tensor([0]), torch.nan) for x in (key, value)]
+    for chain in legal_chains(query, key, value, mask, enable_gqa=True):
+        got = attention(query, *bad, mask, enable_gqa=True, backend=chain)
         torch.testing.assert_close(got, want, atol=2e-6, rtol=1e-5)
 
 

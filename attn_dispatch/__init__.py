@@ -31,10 +31,12 @@ __all__ = [
     "UnknownBackendError",
     "__version__",
     "attention",
+    "biases",
     "dispatch",
     "explain",
     "integrations",
     "masks",
+    "nn",
     "plan",
     "use",
     "variants",
@@ -42,7 +44,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_MODULES = ("dispatch", "integrations", "masks", "variants")
+_MODULES = ("biases", "dispatch", "integrations", "masks", "nn", "variants")
 _FUNCTIONS = ("attention", "explain", "plan", "use")
 _ERRORS = tuple(name for name in __all__ if name.endswith("Error"))
 

@@ -29,6 +29,9 @@ ARROWS: dict[str, set[str]] = {
     "tiling": {"errors", "ir", "backend", "reference"},
     "variants": {"errors", "ir"},
     "masks": {"errors", "ir"},
+    "biases": {"errors", "ir"},
+    "paging": {"errors", "ir", "shapes"},
+    "varlen": {"errors", "ir", "shapes"},
     "shapes": {"errors", "ir"},
     "capability": {"errors", "ir", "device"},
     "backend": {"errors", "ir", "capability"},
@@ -49,7 +52,7 @@ ARROWS: dict[str, set[str]] = {
     "plugin": {"errors", "ir", "capability", "backend", "registry", "rewrites"},
     "dispatch": {
         *("errors", "ir", "context", "tracing", "frontend", "passes", "plan", "registry", "report", "routes"),
-        *("selection", "variants", "shapes", "masks"),
+        *("selection", "variants", "shapes", "masks", "paging", "varlen"),
     },
 }
 # Above dispatch: these may import anything below them.

@@ -1,7 +1,8 @@
 """Paged keys and values: the rows that a block table stands for, gathered before the op is described.
 
-A cache of pages is ``[num_pages, Hkv, page, D]`` (FlashAttention's ``[num_pages, page, Hkv, D]`` with ``layout="bshd"``).
-Key ``j`` of sequence ``b`` lies in row ``j % page`` of page ``block_table[b, j // page]``. Only the slots below
+A cache of pages is ``[num_pages, Hkv, page, D]``; with ``layout="bshd"`` it is ``[num_pages, page, Hkv, D]``, as
+FlashAttention has it. Key ``j`` of sequence ``b`` lies in row ``j % page`` of page ``block_table[b, j // page]``. Only
+the slots below
 ``ceil(key_lengths[b] / page)`` mean anything: the others are never followed, and what lies behind the true length in
 the last page is never seen, NaN or not. On the CPU the rows end at the longest true length; on a GPU, and while a graph
 is traced, at the table's capacity, since reading the lengths would wait for the device.

@@ -175,10 +175,10 @@ def _attend_segments(
 def _batch(rows: torch.Tensor, starts: list[int], length: int) -> torch.Tensor:
     """Segments of one length as a batch ``[n, length, H, D]``: a view when they stand side by side."""
     n, first = len(starts), starts[0]
-    if starts == list(range(first, first + n * length, length)) or n == 1:
-        return rows[first : first + n * length].unflatten(0, (n, length))
     if length == 0:
         return rows[:0].unflatten(0, (1, 0)).expand(n, 0, *rows.shape[1:])
+    if starts == list(range(first, first + n * length, length)):
+        return rows[first : first + n * length].unflatten(0, (n, length))
     return torch.stack([rows[start : start + length] for start in starts])
 
 
@@ -200,10 +200,11 @@ def attend_nested(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r
     ragged = 1 if layout == "bshd" else 2
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor) or not x.is_nested:
-            problem = f"{name} is not nested, another one of query, key and value is"
+            problem = f"query is a nested tensor and {name} is not"
             raise InputTypeError(problem, asked=asked, remedy="all three nested, or none")
         if x.layout != torch.jagged:
             raise InputTypeError(f"{name} has layout {x.layout}", asked=asked, remedy="layout=torch.jagged")
+    for name, x in (("query", query), ("key", key), ("value", value)):
         if x.dim() != 4 or x._ragged_idx != ragged:  # type: ignore[attr-defined]
             wanted = "[B, j, H, D]" if layout == "bshd" else "[B, H, j, D]"
             remedy = "transpose(1, 2) of [B, j, H, D], or layout='bshd' without it"
@@ -212,7 +213,7 @@ def attend_nested(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r
         raise InputError("query, key and value must hold equally many sequences", asked=asked)
     _check_options(options, asked)
     rows = [_rows(x, layout) for x in (query, key, value)]
-    (q, at), (k, keys), (v, values) = ((x.values(), x.offsets().tolist()) for x in rows)
+    (q, at), (k, keys), (v, values) = ((x.values(), _offsets(x).tolist()) for x in rows)
     if keys != values:
         raise InputError("key and value must have the same lengths", asked=asked)
     result = _attend_segments(q, k, v, at, keys, options)
@@ -229,9 +230,13 @@ def _rows(x: torch.Tensor, layout: str) -> torch.Tensor:
     return rows.contiguous() if rows.lengths() is not None else rows  # type: ignore[attr-defined]
 
 
+def _offsets(x: torch.Tensor) -> torch.Tensor:
+    return x.offsets()  # type: ignore[attr-defined]
+
+
 def _nest(rows: torch.Tensor, like: torch.Tensor, layout: str) -> torch.Tensor:
     """Packed rows as nested tensor with the offsets of another, so that both count as of one shape."""
-    found = torch.nested.nested_tensor_from_jagged(rows, offsets=like.offsets())
+    found = torch.nested.nested_tensor_from_jagged(rows, offsets=_offsets(like))
     return found if layout == "bshd" else found.transpose(1, 2)
 
 

@@ -212,7 +212,7 @@ class KVCache:
 
 def _moved(old: torch.Tensor | None, new: torch.Tensor, kept: slice, room: int, recording: bool) -> torch.Tensor:
     """The kept rows and the new ones at the front of new storage."""
-    b, h, n, d = new.shape
+    b, h, _, d = new.shape
     parts = [new] if old is None else [old[:, :, kept], new]
     if recording:
         return torch.cat(parts, 2)

@@ -32,8 +32,8 @@ class MultiheadAttention(nn.Module):
 
     Parameters have torch's names: ``in_proj_weight`` (query, key and value stacked) while key and value have
     ``embed_dim`` features, else ``q_proj_weight k_proj_weight v_proj_weight``; ``in_proj_bias``; ``out_proj``. They are
-    drawn as torch draws them, so one seed gives both modules the same. Two things differ from torch: ``need_weights`` is
-    False unless asked for, since weights rule out the fused kernels, and a row that may attend nothing gives the output
+    drawn as torch draws them, so one seed gives both modules the same. Two things differ: ``need_weights`` is False
+    unless asked for, since weights rule out the fused kernels, and a row that may attend nothing gives the output
     projection of 0 where torch gives NaN.
 
     Shapes: query ``[S, B, E]``, ``[B, S, E]`` with ``batch_first``, or ``[S, E]``; jagged nested ``[B, j, E]``.
@@ -46,7 +46,7 @@ class MultiheadAttention(nn.Module):
         bias: add biases to the projections. dropout: of the weights, while training.
         batch_first: as in torch.
         rotary: how queries and keys are turned; a float is the base of a `Rotary` over the whole head.
-        is_causal, window, softcap, scale, mask, variant: of every call, as in `dispatch.attention`; ``mask`` is a `Mask`.
+        is_causal, window, softcap, scale, variant: of every call, as in `dispatch.attention`. mask: a `Mask`.
         alibi: ALiBi slopes. sinks: one learned logit per head.
 
     Raises:
@@ -84,6 +84,9 @@ class MultiheadAttention(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        self.in_proj_weight: nn.Parameter | None
+        self.in_proj_bias: nn.Parameter | None
+        self.alibi: torch.Tensor | None
         self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads or num_heads
         if num_heads < 1 or self.kv_heads < 1 or num_heads % self.kv_heads:
             raise InputError(f"num_heads {num_heads} must be a multiple of kv_heads {self.kv_heads}, both >= 1")
@@ -146,8 +149,9 @@ class MultiheadAttention(nn.Module):
             raise InputError("add_zero_attn adds a key of zeros", remedy="sinks=True has the same use")
         weight = module.out_proj.weight
         ours = cls(
-            module.embed_dim, module.num_heads, kdim=module.kdim, vdim=module.vdim, bias=module.in_proj_bias is not None,
-            dropout=module.dropout, batch_first=module.batch_first, device=weight.device, dtype=weight.dtype,
+            module.embed_dim, module.num_heads, kdim=module.kdim, vdim=module.vdim,
+            bias=module.in_proj_bias is not None, dropout=module.dropout, batch_first=module.batch_first,
+            device=weight.device, dtype=weight.dtype,
         )  # fmt: skip
         ours.load_state_dict(module.state_dict())
         return ours.train(module.training)
@@ -174,7 +178,7 @@ class MultiheadAttention(nn.Module):
         Args:
             key, value: of another sequence (cross-attention); default the query, and the key.
             key_padding_mask: ``[B, Skv]``; bool, **True = ignore this key** as in torch, or float, added.
-            need_weights: also return the weights ``[B, Sq, Skv]``, ``[B, Hq, Sq, Skv]`` without ``average_attn_weights``.
+            need_weights: also return the weights, ``[B, Sq, Skv]`` or, not averaged over heads, ``[B, Hq, Sq, Skv]``.
             attn_mask: a tensor as in torch: bool with **True = may not attend**, or float, added; ``[Sq, Skv]`` or
                 ``[B * Hq, Sq, Skv]``. A `Mask` says as everywhere in this package who *may* attend.
             is_causal: this call's, instead of the module's; no ``attn_mask`` is needed for it.
@@ -233,14 +237,13 @@ class MultiheadAttention(nn.Module):
                 )
         if query.is_nested and not self.batch_first:
             raise InputError("nested tensors are [B, j, E]", remedy="batch_first=True")
-        if self.is_packed and key is query and value is query:
-            parts = F.linear(query, self.in_proj_weight, self.in_proj_bias).split(self._sizes, -1)
+        stacked, bias = self.in_proj_weight, self.in_proj_bias
+        if stacked is not None and key is query and value is query:
+            parts = F.linear(query, stacked, bias).split(self._sizes, -1)
         else:
-            weights = (
-                self.in_proj_weight.split(self._sizes) if self.is_packed else [getattr(self, n) for n in _SEPARATE]
-            )
-            biases = self.in_proj_bias.split(self._sizes) if self.in_proj_bias is not None else (None, None, None)
-            parts = tuple(F.linear(x, w, b) for x, w, b in zip(inputs, weights, biases, strict=True))
+            own = [getattr(self, name) for name in _SEPARATE] if stacked is None else stacked.split(self._sizes)
+            biases = (None, None, None) if bias is None else bias.split(self._sizes)
+            parts = tuple(F.linear(x, w, b) for x, w, b in zip(inputs, own, biases, strict=True))
         heads = []
         for x, n in zip(parts, (self.num_heads, self.kv_heads, self.kv_heads), strict=True):
             x = x.unflatten(-1, (n, x.shape[-1] // n))  # [B, S, H, D], [S, B, H, D] or [S, H, D]
@@ -267,14 +270,17 @@ class MultiheadAttention(nn.Module):
         stored = cache.append(k, v, lengths)
         if stored.key_lengths is not None:
             arguments["key_lengths"] = stored.key_lengths
-        arguments["q_offset"] = stored.q_offset
+        if isinstance(
+            stored.q_offset, torch.Tensor
+        ):  # otherwise the last query sees the last key, as masks count anyway
+            arguments["q_offset"] = stored.q_offset
         return q, stored.key, stored.value
 
     def _mask(
         self, arguments: dict[str, Any], q: torch.Tensor, k: torch.Tensor, causal: bool, attn_mask: Any,
         padding: torch.Tensor | None, cached: bool, unbatched: bool,
     ) -> None:  # fmt: skip
-        """Write masks and biases of torch's kind, the module's own and the call's as `dispatch.attention` takes them."""
+        """Write masks and biases, torch's kind and ours, the module's and the call's, as `dispatch.attention`'s."""
         biases: list[torch.Tensor] = [] if self.alibi is None else [self.alibi]
         parts: list[Mask] = [] if self.mask is None else [self.mask]
         tensors: list[tuple[torch.Tensor, type]] = []  # True = attend, and the atom for it
@@ -284,9 +290,10 @@ class MultiheadAttention(nn.Module):
             parts.append(attn_mask)
         elif attn_mask is not None:
             four = self._four("attn_mask", attn_mask, q, k)
-            (tensors if four.dtype == torch.bool else biases).append(
-                (~four, Dense) if four.dtype == torch.bool else four
-            )
+            if four.dtype == torch.bool:
+                tensors.append((~four, Dense))
+            else:
+                biases.append(four)
         if padding is not None:
             padding = padding[None] if unbatched else padding
             if padding.shape != (q.shape[0], k.shape[2]):
@@ -296,6 +303,8 @@ class MultiheadAttention(nn.Module):
                 tensors.append((~padding, Columns))
             else:
                 biases.append(_float("key_padding_mask", padding)[:, None, None, :])
+        if causal and cached and q.shape[2] == 1 and "key_lengths" not in arguments:
+            causal = False  # the last query sees every key
         if causal and (cached or parts or self.window is not None):
             parts.append(Causal())  # of the last key, like what it is combined with
         elif causal:
@@ -308,7 +317,8 @@ class MultiheadAttention(nn.Module):
                 parts.append(atom(tensor))
             arguments["attn_mask"] = _all(parts)
         if biases:
-            arguments["bias"] = self._sum(biases, q, k, arguments.get("q_offset"))
+            first = 0 if "is_causal" in arguments else k.shape[2] - q.shape[2]
+            arguments["bias"] = self._sum(biases, q, k, arguments.get("q_offset", first))
 
     def _four(self, name: str, mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         """torch's ``[Sq, Skv]`` or ``[B * Hq, Sq, Skv]`` as ``[1, 1, ..]`` or ``[B, Hq, ..]``."""
@@ -328,7 +338,7 @@ class MultiheadAttention(nn.Module):
         if biases[0].ndim == 1:  # ALiBi beside another bias: written out
             if isinstance(offset, torch.Tensor):
                 raise InputError("ALiBi with a float mask and rows of different lengths", remedy="a bool mask")
-            at = torch.arange(q.shape[2], device=q.device)[:, None] + (offset or 0)
+            at = torch.arange(q.shape[2], device=q.device)[:, None] + offset
             distance = (at - torch.arange(k.shape[2], device=q.device)).abs()
             biases = [-biases[0][:, None, None] * distance, *biases[1:]]
         total = biases[0]
@@ -339,7 +349,7 @@ class MultiheadAttention(nn.Module):
     def extra_repr(self) -> str:
         """Sizes and what is not at its default."""
         words = [f"{self.embed_dim}, {self.num_heads}", f"kv_heads={self.kv_heads}", f"head_dim={self.head_dim}"]
-        named = {"rotary": self.rotary, "is_causal": self.is_causal or None, "window": self.window}
+        named: dict[str, Any] = {"rotary": self.rotary, "is_causal": self.is_causal or None, "window": self.window}
         named |= {"softcap": self.softcap, "mask": self.mask, "variant": self.variant}
         return ", ".join([*words, *(f"{n}={x}" for n, x in named.items() if x is not None and x != Softmax())])
 

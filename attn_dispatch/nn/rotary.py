@@ -20,7 +20,7 @@ class Rotary:
     Args:
         dim: number of features that are turned, from the first; even. The rest is left alone.
         base: frequency of pair i is ``base ** (-2 i / dim)``.
-        interleaved: pairs are neighbours ``(0, 1), (2, 3), ...`` (GPT-J) instead of ``(i, i + dim / 2)`` (Llama, GPT-NeoX).
+        interleaved: pairs are neighbours ``(0, 1), (2, 3), ...`` (GPT-J) instead of ``(i, i + dim / 2)`` (Llama).
         scaling: divides positions (linear interpolation).
 
     Raises:

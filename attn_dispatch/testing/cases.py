@@ -241,6 +241,10 @@ MASKS: dict[str, MaskCase] = {
         lambda w, a: (w.j <= w.end) & ((w.j // 6 == w.end // 6) | (w.j % 6 >= 4)),
     ),
     "prefix_lm": MaskCase(_fixed(attn_mask=masks.prefix_lm(5)), lambda w, a: (w.j <= w.end) | (w.j < 5)),
+    "prefix_lm_per_batch": MaskCase(
+        lambda n, gen: {"attn_mask": masks.prefix_lm(torch.tensor([b * n.Skv for b in range(n.B)]))},
+        lambda w, a: (w.j <= w.end) | (w.j < w.b * w.n.Skv),
+    ),
     "columns": MaskCase(_fixed(attn_mask=masks.columns(5)), lambda w, a: w.j < 5),
     "longformer": MaskCase(
         _longformer,
@@ -428,6 +432,11 @@ CASES: tuple[Case, ...] = (
     Case("empty_skv_causal_grad", "causal", sizes=replace(_S, Skv=0), grad=("query",)),
     # scores
     Case("softcap", softcap=1.5),
+    *(Case(f"alibi_causal_{d}", "alibi_causal", dtype=d, sizes=_GQA, lse=True) for d in ("float64", "bfloat16")),
+    Case("alibi_sinks_softcap", "alibi_causal", dtype="float64", sinks=True, softcap=2.0, sizes=_RAGGED),
+    Case("alibi_decode_gqa", "alibi_causal", sizes=replace(_GQA, Sq=1, Skv=33)),
+    Case("prefix_lm_per_batch_gqa_grad", "prefix_lm_per_batch", sizes=_GQA, lse=True, grad=_GRAD),
+    Case("mla_heads", "causal", sizes=replace(_S, D=48, Dv=32), lse=True),
     Case("softcap_causal_gqa", "causal", softcap=2.0, sizes=_GQA, grad=_GRAD),
     Case("softcap_float_mask", "float", softcap=1.0),
     Case("scale", "causal", scale=0.7),

@@ -225,6 +225,11 @@ MASKS: dict[str, MaskCase] = {
         lambda w, a: w.j <= w.end,
         lambda w, a: -a["bias"].reshape(1, -1, 1, 1) * (w.end - w.j).abs(),
     ),
+    "alibi_lengths": MaskCase(
+        lambda n, gen: {**_alibi(n, gen), **_both_lengths(n, gen)},
+        _in_lengths,
+        lambda w, a: -a["bias"].reshape(1, -1, 1, 1) * (w.end - w.j).abs(),
+    ),
     "documents": MaskCase(
         _documents,
         lambda w, a: (w.j <= w.i) & (_document_of(w.i, w.n.Skv) == _document_of(w.j, w.n.Skv)),
@@ -434,6 +439,7 @@ CASES: tuple[Case, ...] = (
     Case("softcap", softcap=1.5),
     *(Case(f"alibi_causal_{d}", "alibi_causal", dtype=d, sizes=_GQA, lse=True) for d in ("float64", "bfloat16")),
     Case("alibi_sinks_softcap", "alibi_causal", dtype="float64", sinks=True, softcap=2.0, sizes=_RAGGED),
+    Case("alibi_lengths_wide", "alibi_lengths", sizes=replace(_RAGGED, Hq=4), lse=True),
     Case("alibi_decode_gqa", "alibi_causal", sizes=replace(_GQA, Sq=1, Skv=33)),
     Case("prefix_lm_per_batch_gqa_grad", "prefix_lm_per_batch", sizes=_GQA, lse=True, grad=_GRAD),
     Case("mla_heads", "causal", sizes=replace(_S, D=48, Dv=32), lse=True),

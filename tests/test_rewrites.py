@@ -347,6 +347,25 @@ def test_pad_head_dim_rule_3_keeps_the_scale_of_the_true_head_size():
     assert PadHeadDim().apply(op.with_(scale=None)).inner.scale == 5**-0.5
 
 
+def test_bands_rule_6_adds_alibi_to_the_tensor_of_a_tile():
+    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    for mask, rewrite in (
+        (masks.sliding_window(16), Bands()),
+        (masks.chunked(64), Bands()),
+        (masks.causal(), TileQueries()),
+    ):
+        call = Call(sq=300, skv=310, bias=slopes, attn_mask=mask, return_lse=True)
+        got = call.run(rewrite)
+        close(got.out, call.want().out)
+        close(got.lse, call.want().lse)
+        assert all(t["tile_bias"].shape[1] == 2 for _, t in call.inner)
+        (grad,) = torch.autograd.grad(got.out.square().sum(), slopes)
+        (want,) = torch.autograd.grad(call.want().out.square().sum(), slopes)
+        close(grad, want, 1e-4)
+    call = Call(sq=300, skv=300, bias=slopes, is_causal=True, attn_mask=masks.chunked(64))
+    close(call.run(Bands()), call.want().out)
+
+
 # --- materialise_bias ------------------------------------------------------------------------------------------------
 
 

@@ -260,9 +260,12 @@ class MultiheadAttention(nn.Module):
             if q.is_nested:
                 raise InputError("rotary positions of nested tensors are not known here", remedy="a padded batch")
             first: Any = 0 if cache is None else cache.length if cache.lengths is None else cache.lengths[:, None]
-            places = [torch.arange(x.shape[2], device=x.device) + first for x in (q, k)]
-            places = places if positions is None else [positions, positions]
-            q, k = self.rotary(q, places[0]), self.rotary(k, places[1])
+            place = torch.arange(q.shape[2], device=q.device) + first if positions is None else positions
+            table = self.rotary.table(place, q.dtype)
+            q = self.rotary.turn(q, *table)
+            if positions is None and k.shape[2] != q.shape[2]:  # cross-attention, both from 0
+                table = self.rotary.table(torch.arange(k.shape[2], device=k.device), k.dtype)
+            k = self.rotary.turn(k, *table)
         if cache is None:
             if lengths is not None:
                 arguments["key_lengths"] = lengths

@@ -49,11 +49,22 @@ class Rotary:
         Raises:
             InputError: fewer features than are to be turned.
         """
+        return self.turn(x, *self.table(positions, x.dtype))
+
+    def table(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines for `turn`, in ``dtype``: made once where queries and keys share their positions."""
+        angles = self.angles(positions, torch.float64 if dtype == torch.float64 else torch.float32)
+        angles = angles if angles.ndim == 2 else angles[:, None]
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def turn(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        """Turn ``x [B, H, S, D]`` by a `table`.
+
+        Raises:
+            InputError: fewer features than are to be turned.
+        """
         if x.shape[-1] < self.dim:
             raise InputError(f"x has {x.shape[-1]} features, Rotary turns the first {self.dim}")
-        angles = self.angles(positions, torch.float64 if x.dtype == torch.float64 else torch.float32)
-        angles = angles if angles.ndim == 2 else angles[:, None]
-        cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
         turned, rest = x[..., : self.dim], x[..., self.dim :]
         if self.interleaved:
             a, b = turned[..., 0::2], turned[..., 1::2]

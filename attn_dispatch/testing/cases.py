@@ -500,6 +500,7 @@ CASES: tuple[Case, ...] = (
     Case("long_window_dead_tiles", "window_15_before_keys", sizes=_LONG, lse=True, grad=()),
     Case("long_window_dead_tiles_grad", "window_15_before_keys", sizes=replace(_LONG, Hq=1, Hkv=1), grad=_GRAD),
     Case("long_window_dead_tiles_sinks", "window_15_before_keys", sizes=_LONG, sinks=True, lse=True),
+    Case("long_alibi", "alibi_causal", sizes=replace(_LONG, Sq=260, Skv=280), lse=True),
     Case("long_chunked", "chunked_large", sizes=replace(_LONG, Hkv=2), lse=True),
     Case("long_chunked_dv", "chunked_large", sizes=replace(_LONG, Dv=8)),
     Case("long_queries", "bool", sizes=replace(_S, B=1, Sq=300, Skv=40), lse=True),

@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_dispatch import dispatch, integrations, masks, variants
+    from attn_dispatch import biases, dispatch, integrations, masks, nn, variants
     from attn_dispatch.dispatch import attention, explain, plan, use
     from attn_dispatch.errors import (
         AttnDispatchError,

@@ -19,7 +19,7 @@ import torch
 from attn_dispatch import reference, tiling
 from attn_dispatch.backend import Cost, Operands, Raw, Run
 from attn_dispatch.capability import Reason
-from attn_dispatch.ir.atoms import Causal, Full, SameBlock
+from attn_dispatch.ir.atoms import Causal, Full, SameBlock, Stride, Window
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Alibi, Bias
 from attn_dispatch.ir.tensors import Ref, TensorDesc
@@ -114,6 +114,8 @@ def _tiled(op: AttentionOp, block: int) -> Rewritten:
 
     share = mean / widest if widest else 1.0  # the inner op is the widest tile; most are narrower at the border
     copies = 2.0 * op.query.itemsize * op.B * op.Hq * op.Sq * op.Dv + (8.0 * op.Hq * op.Sq * mean if slopes else 0.0)
+    if needs_bias and not all(isinstance(atom, (Causal, Window, Stride)) for atom in op.mask.atoms()):
+        copies += 16.0 * (op.B if op.mask.refs() else 1) * op.Sq * mean  # no two tiles look alike: each is written out
     return Rewritten(inner, adapt, tiles * share, Cost(0.0, copies, 3.0 * tiles))
 
 

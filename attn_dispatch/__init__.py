@@ -9,7 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from attn_dispatch import dispatch, integrations, masks, variants
+    from attn_dispatch import biases, dispatch, integrations, masks, nn, variants
     from attn_dispatch.dispatch import attention, explain, plan, use
     from attn_dispatch.errors import (
         AttnDispatchError,
@@ -31,10 +31,12 @@ __all__ = [
     "UnknownBackendError",
     "__version__",
     "attention",
+    "biases",
     "dispatch",
     "explain",
     "integrations",
     "masks",
+    "nn",
     "plan",
     "use",
     "variants",
@@ -42,7 +44,7 @@ __all__ = [
 
 __version__ = "0.1.0"
 
-_MODULES = ("dispatch", "integrations", "masks", "variants")
+_MODULES = ("biases", "dispatch", "integrations", "masks", "nn", "variants")
 _FUNCTIONS = ("attention", "explain", "plan", "use")
 _ERRORS = tuple(name for name in __all__ if name.endswith("Error"))
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from attn_dispatch import context, tracing
+from attn_dispatch import context, paging, tracing, varlen
 from attn_dispatch.context import use
-from attn_dispatch.errors import InputTypeError
+from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.frontend import Binding, Options, collect_tensors, describe
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.ops import AttentionOp, bucket
@@ -30,8 +30,9 @@ from attn_dispatch.selection.candidates import rebuild
 from attn_dispatch.selection.decide import Request
 from attn_dispatch.selection.pins import current_pins
 from attn_dispatch.variants import Softmax, Variant
+from attn_dispatch.varlen import varlen_attention
 
-__all__ = ["attention", "capture", "explain", "plan", "replace_sdpa", "select", "use"]
+__all__ = ["attention", "capture", "explain", "plan", "replace_sdpa", "select", "use", "varlen_attention"]
 
 _SOFTMAX = Softmax()
 _NO_OPERANDS: dict[str, torch.Tensor] = {}
@@ -57,6 +58,7 @@ def attention(
     sinks: torch.Tensor | None = None,
     query_lengths: torch.Tensor | None = None,
     key_lengths: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
     q_offset: int | torch.Tensor | None = None,
     variant: Variant = _SOFTMAX,
     layout: str = "bhsd",
@@ -68,6 +70,7 @@ def attention(
 
     Shapes: query ``[B, Hq, Sq, D]``, key ``[B, Hkv, Skv, D]``, value ``[B, Hkv, Skv, Dv]`` -> ``[B, Hq, Sq, Dv]``.
     2-D (``[S, D]``), 3-D (``[H, S, D]``) and 5-D inputs work as in torch; ``layout="bshd"`` takes ``[B, S, H, D]``.
+    Jagged nested tensors ``[B, H, j, D]`` give a nested result; packed rows go to `varlen_attention`.
 
     Args:
         attn_mask: a bool tensor (True = attend) or a float tensor (added to the scores; -inf masks), broadcastable to
@@ -83,7 +86,10 @@ def attention(
         bias: float tensor added to the scores, or ALiBi slopes ``[Hq]``.
         sinks: one learned logit per query head in the softmax denominator, ``[Hq]``.
         query_lengths, key_lengths: true lengths ``[B]`` of a right-padded batch; rows beyond are 0.
-        q_offset: key position of query 0, an int or an int tensor ``[B]``; default 0 for ``is_causal``, else Skv - Sq.
+        block_table: ``[B, max_pages]``: key and value are pages ``[num_pages, Hkv, page, D]`` (``layout="bshd"``:
+            ``[num_pages, page, Hkv, D]``), and ``key_lengths`` says how many keys each sequence has.
+        q_offset: key position of query 0, an int or an int tensor ``[B]``; default 0 for ``is_causal``, else Skv - Sq
+            (``key_lengths - Sq`` with a ``block_table``).
         variant: from `attn_dispatch.variants`; default softmax.
         return_lse: return ``(out, lse)``; lse ``[B, Hq, Sq]`` is -inf for an empty row.
         return_weights: return ``(out, weights)``, or ``(out, lse, weights)`` with both.
@@ -103,6 +109,10 @@ def attention(
         >>> attention(q, k, k, is_causal=True, enable_gqa=True).shape
         torch.Size([1, 8, 4, 16])
     """
+    if block_table is not None:
+        key, value, attn_mask, bias, q_offset = paging.page_in(
+            query, key, value, block_table, key_lengths, attn_mask, bias, is_causal, window, q_offset, layout
+        )
     if _tracing():
         return tracing.compiled(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, bias, sinks,
@@ -162,6 +172,8 @@ def plan(
         >>> p(x, x, x).shape
         torch.Size([1, 2, 8, 16])
     """
+    if options.get("block_table") is not None:
+        raise InputError("a plan runs on rows, not on pages", remedy="dispatch.attention(..., block_table=...)")
     call = _Call.of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
     made = make_plan(call.bind(), call.requests())
     made.tensors.update(call.named)
@@ -212,10 +224,15 @@ class _Call:
         scale: Any = None, enable_gqa: Any = False, *, window: Any = None, softcap: Any = None, bias: Any = None,
         sinks: Any = None, query_lengths: Any = None, key_lengths: Any = None, q_offset: Any = None,
         variant: Any = _SOFTMAX, layout: Any = "bhsd", return_lse: Any = False, return_weights: Any = False,
-        backend: Any = None,
+        backend: Any = None, block_table: Any = None,
     ) -> _Call:  # fmt: skip
         """Sort the arguments of `attention`."""
         notes: list[str] = []
+        if block_table is not None:
+            key, value, attn_mask, bias, q_offset = paging.page_in(
+                query, key, value, block_table, key_lengths, attn_mask, bias, is_causal, window, q_offset, layout
+            )
+            notes.append(f"pages gathered into {max(key.shape[1:3])} rows")
         attn_mask, q_offset = _recognised(attn_mask, query, value, window, is_causal, q_offset, notes)
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
         return cls.sorted(
@@ -273,6 +290,8 @@ def _slow(
             attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, bias, sinks, query_lengths,
             key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,
         )  # fmt: skip
+        if query.is_nested:
+            return varlen.attend_nested(query, key, value, rest)
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return tracing.exported(query, key, value, *rest)
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):

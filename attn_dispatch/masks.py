@@ -180,9 +180,14 @@ def bigbird(
     return mask & Columns(valid) if valid is not None else mask  # type: ignore[arg-type]
 
 
-def prefix_lm(prefix: int) -> Mask:
-    """Causal, and every query sees the first ``prefix`` keys."""
-    return Causal() | KeyRange(0, prefix)
+def prefix_lm(prefix: int | torch.Tensor) -> Mask:
+    """Causal, and every query sees the first ``prefix`` keys; a tensor ``[B]`` gives a prefix per batch.
+
+    Example:
+        >>> prefix_lm(torch.tensor([0, 2])).dense(2, 3)[:, 0].int().tolist()
+        [[[1, 0, 0], [1, 1, 0]], [[1, 1, 0], [1, 1, 0]]]
+    """
+    return Causal() | (KeyLengths(prefix) if isinstance(prefix, torch.Tensor) else KeyRange(0, prefix))  # type: ignore[arg-type]
 
 
 def columns(prefix: int | None = None, *, keep: torch.Tensor | None = None) -> Mask:
@@ -192,21 +197,53 @@ def columns(prefix: int | None = None, *, keep: torch.Tensor | None = None) -> M
     return KeyRange(0, prefix) if prefix is not None else Columns(keep)  # type: ignore[arg-type]
 
 
-def documents(cu_seqlens: torch.Tensor | Sequence[int]) -> Mask:
+def documents(
+    cu_seqlens: torch.Tensor | Sequence[int],
+    cu_seqlens_k: torch.Tensor | Sequence[int] | None = None,
+    *,
+    prefix: torch.Tensor | Sequence[int] | int | None = None,
+    chunk: int | None = None,
+) -> Mask:
     """Packed documents: a query attends only its own document (combine with `causal`).
 
     Args:
         cu_seqlens: cumulative lengths ``[0, n1, n1 + n2, ...]`` as FlashAttention's varlen functions take them.
+        cu_seqlens_k: those of the keys, when they differ. Positions are those of the packed rows: where a document
+            has other keys than queries, causal masks belong to `dispatch.varlen_attention`.
+        prefix: with causal queries, how many first keys of its document each query sees: `prefix_lm` per document, an
+            integer or one for each. The mask is then causal by itself.
+        chunk: attend only within chunks of this many rows, counted from the document's first row.
 
     Raises:
-        ValueError: they do not start at 0 or they fall.
+        ValueError: they do not start at 0 or they fall; there are other documents of queries than of keys.
+
+    Example:
+        >>> documents([0, 2, 5], prefix=2).dense(5, 5).int().tolist()[2:]
+        [[0, 0, 1, 1, 0], [0, 0, 1, 1, 0], [0, 0, 1, 1, 1]]
     """
+    ids, at = _document_rows(cu_seqlens, "cu_seqlens")
+    key_ids, key_at = (ids, at) if cu_seqlens_k is None else _document_rows(cu_seqlens_k, "cu_seqlens_k")
+    if cu_seqlens_k is not None and len(torch.as_tensor(cu_seqlens)) != len(torch.as_tensor(cu_seqlens_k)):
+        raise ValueError("cu_seqlens and cu_seqlens_k must speak of equally many documents")
+    keep = None
+    if prefix is not None:
+        each = torch.as_tensor(prefix, device=key_ids.device).expand(len(torch.as_tensor(cu_seqlens)) - 1)
+        keep = Causal() | Columns(key_at < each[key_ids])  # type: ignore[arg-type]
+    if chunk is not None:
+        most = 1 + max(int(x.max()) if x.numel() else 0 for x in (at, key_at)) // chunk
+        ids, key_ids = ids * most + at // chunk, key_ids * most + key_at // chunk
+    mask = Segments(ids, ids if cu_seqlens_k is None else key_ids)  # type: ignore[arg-type]
+    return mask if keep is None else mask & keep
+
+
+def _document_rows(cu_seqlens: torch.Tensor | Sequence[int], name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """The document of each row, and its position there."""
     ends = torch.as_tensor(cu_seqlens)
     if ends.ndim != 1 or ends.numel() < 2 or int(ends[0]) != 0 or bool((ends.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens must be [0, ...] and never fall, got {ends.tolist()}")
+        raise ValueError(f"{name} must be [0, ...] and never fall, got {ends.tolist()}")
     lengths = ends.diff()
     ids = torch.repeat_interleave(torch.arange(len(lengths), device=ends.device), lengths)
-    return Segments(ids, ids)  # type: ignore[arg-type]
+    return ids, torch.arange(len(ids), device=ends.device) - ends[:-1][ids]
 
 
 def key_lengths(lengths: torch.Tensor | Sequence[int]) -> Mask:

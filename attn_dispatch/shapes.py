@@ -42,10 +42,8 @@ def check_tensors(
         if not isinstance(x, torch.Tensor):
             raise InputTypeError(f"{name} must be a tensor, got {type(x).__name__}", asked=text)
         if x.is_nested:
-            remedy = "pad it, or pack it and pass attn_mask=masks.documents(cu_seqlens)"
-            raise InputTypeError(
-                f"{name} is a nested tensor ({x.layout}); nested tensors are not supported", asked=text, remedy=remedy
-            )
+            problem = f"{name} is a nested tensor ({x.layout}): each of its sequences is a call of its own"
+            raise InputTypeError(problem, asked=text, remedy="dispatch.attention takes it; ask about one sequence")
         if x.layout != torch.strided:
             raise InputTypeError(f"{name} has layout {x.layout}; it must be strided", asked=text)
     dtypes = [x.dtype for x in main.values()]
@@ -210,8 +208,11 @@ def mask_problem(atom: Mask, operands: Mapping[str, TensorDesc], b: int, hq: int
     if isinstance(atom, (atoms.KeyLengths, atoms.QueryLengths)):
         return wrong(shape(atom.lengths), (b,), (1,))
     if isinstance(atom, atoms.Segments):
-        problem = wrong(shape(atom.queries), (sq,), (b, sq), (1, sq))
-        return problem or wrong(shape(atom.keys), (skv,), (b, skv), (1, skv))
+        for name, got, length in (("queries", shape(atom.queries), sq), ("keys", shape(atom.keys), skv)):
+            if got is not None and got[-1] != length:
+                return f"its segments add up to {got[-1]} {name}, there are {length}"
+            if problem := wrong(got, (length,), (b, length), (1, length)):
+                return problem
     if isinstance(atom, atoms.Selected):
         got = shape(atom.indices)
         if got is not None and (len(got) not in (3, 4) or got[0] not in (1, b) or got[-2] != sq):

@@ -69,7 +69,7 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
     "nested": (
         {"query": torch.nested.nested_tensor([ones(3, D), ones(2, D)], layout=torch.jagged)},
         InputTypeError,
-        ("query is a nested tensor", "pad it", "masks.documents(cu_seqlens)"),
+        ("query is a nested tensor", "and key is not", "all three nested, or none"),
     ),
     # layout
     "no such layout": ({"layout": "sbhd"}, InputError, ("layout must be one of bhsd, bshd", "'sbhd'")),

@@ -30,6 +30,9 @@ ARROWS: dict[str, set[str]] = {
     "tiling": {"errors", "ir", "backend", "reference"},
     "variants": {"errors", "ir"},
     "masks": {"errors", "ir"},
+    "biases": {"errors", "ir"},
+    "paging": {"errors", "ir", "shapes"},
+    "varlen": {"errors", "ir", "shapes"},
     "shapes": {"errors", "ir"},
     "capability": {"errors", "ir", "device"},
     "backend": {"errors", "ir", "capability"},
@@ -58,7 +61,7 @@ ARROWS: dict[str, set[str]] = {
     "plugin": {"errors", "ir", "capability", "backend", "registry", "rewrites"},
     "dispatch": {
         *("errors", "ir", "context", "tracing", "frontend", "passes", "plan", "registry", "report", "routes"),
-        *("selection", "variants", "shapes", "masks", "select"),
+        *("selection", "variants", "shapes", "masks", "select", "paging", "varlen"),
     },
 }
 # Above dispatch: these may import anything below them.

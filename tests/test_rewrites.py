@@ -24,6 +24,7 @@ from attn_dispatch.rewrites.bands import Bands, TileQueries
 from attn_dispatch.rewrites.densify_mask import DensifyMask
 from attn_dispatch.rewrites.fold_groups import FoldGroups
 from attn_dispatch.rewrites.gather import Gather
+from attn_dispatch.rewrites.materialise_bias import MaterialiseBias
 from attn_dispatch.rewrites.merge_parts import ApplySinks, MergeParts, merge
 from attn_dispatch.rewrites.pad_head_dim import PadHeadDim
 from attn_dispatch.rewrites.trim_lengths import TrimLengths
@@ -399,6 +400,9 @@ def test_pad_head_dim_rule_1_pads_to_the_next_multiple_of_8_of_the_larger_size()
     inner = Call(d=5, dv=11).apply(PadHeadDim()).inner
     assert (inner.D, inner.Dv) == (16, 16)
     assert "multiple of 8" in refusal(PadHeadDim(), Call(d=16, dv=16))
+    call = Call(d=192, dv=128)  # MLA
+    close(call.run(PadHeadDim()), call.want().out)
+    assert [mine is theirs for mine, theirs in zip(call.inner[0][0], call.tensors, strict=True)] == [True, True, False]
 
 
 def test_pad_head_dim_rule_2_adds_zeros_and_cuts_the_output():
@@ -412,6 +416,57 @@ def test_pad_head_dim_rule_2_adds_zeros_and_cuts_the_output():
 def test_pad_head_dim_rule_3_keeps_the_scale_of_the_true_head_size():
     op = Call(d=5).op
     assert PadHeadDim().apply(op.with_(scale=None)).inner.scale == 5**-0.5
+
+
+def test_bands_rule_6_adds_alibi_to_the_tensor_of_a_tile():
+    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    for mask, rewrite in (
+        (masks.sliding_window(16), Bands()),
+        (masks.chunked(64), Bands()),
+        (masks.causal(), TileQueries()),
+    ):
+        call = Call(sq=300, skv=310, bias=slopes, attn_mask=mask, return_lse=True)
+        got = call.run(rewrite)
+        close(got.out, call.want().out)
+        close(got.lse, call.want().lse)
+        assert all(t["tile_bias"].shape[1] == 2 for _, t in call.inner)
+        (grad,) = torch.autograd.grad(got.out.square().sum(), slopes)
+        (want,) = torch.autograd.grad(call.want().out.square().sum(), slopes)
+        close(grad, want, 1e-4)
+    call = Call(sq=300, skv=300, bias=slopes, is_causal=True, attn_mask=masks.chunked(64))
+    close(call.run(Bands()), call.want().out)
+
+
+# --- materialise_bias ------------------------------------------------------------------------------------------------
+
+
+def test_materialise_bias_rule_1_writes_slopes_out_and_leaves_the_mask():
+    call = Call(hq=4, bias=torch.tensor([0.5, 0.25, 0.1, 0.0]), softcap=3.0, attn_mask=masks.causal(), sq=5)
+    inner = call.apply(MaterialiseBias()).inner
+    assert inner.score == (SoftCap(3.0), Bias(Ref("written_bias")))
+    assert inner.mask == Causal()
+    assert dict(inner.operands)["written_bias"].shape == (1, 4, 5, 8)
+    close(call.run(MaterialiseBias()), call.want().out)
+    assert isinstance(FoldGroups().apply(inner), Rewritten)
+    assert "no ALiBi" in refusal(MaterialiseBias(), Call())
+    per_batch = Call(b=2, bias=torch.tensor([0.5, 0.25]), is_causal=True, q_offset=torch.tensor([1, 3]))
+    close(per_batch.run(MaterialiseBias()), per_batch.want().out)
+    assert per_batch.inner[0][1]["written_bias"].shape == (2, 2, 8, 8)
+
+
+def test_materialise_bias_rule_2_has_gradients_of_the_slopes():
+    slopes = torch.tensor([0.5, 0.25], requires_grad=True)
+    call = Call(bias=slopes, attn_mask=masks.causal())
+    assert call.apply(MaterialiseBias()).inner.grad == ("written_bias",)
+    (got,) = torch.autograd.grad(call.run(MaterialiseBias()).square().sum(), slopes)
+    (want,) = torch.autograd.grad(call.want().out.square().sum(), slopes)
+    assert want.abs().min() > 0
+    close(got, want)
+
+
+def test_materialise_bias_rule_3_is_bounded():
+    op = Call(bias=torch.tensor([0.5, 0.25])).op.resized(1, 1 << 14, 1 << 14)
+    assert str(MaterialiseBias().apply(op)) == f"{1 << 29} elements of bias"
 
 
 # --- densify_mask ----------------------------------------------------------------------------------------------------

@@ -65,6 +65,8 @@ def alibi_slopes(heads: int) -> torch.Tensor:
         >>> alibi_slopes(6)[:4].tolist()
         [0.25, 0.0625, 0.015625, 0.00390625]
     """
+    if heads < 1:
+        raise ValueError(f"slopes are for at least one head, got {heads}")
     lower = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (h + 1) / lower) for h in range(lower)]
     slopes += [2 ** (-8 * (2 * h + 1) / (2 * lower)) for h in range(heads - lower)]

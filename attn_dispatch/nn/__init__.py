@@ -1,4 +1,4 @@
-"""Modules: layers with parameters around the attention of this package. Each is loaded when its name is first used."""
+"""Attention as modules: projections and state around `dispatch.attention`. Names load when they are first used."""
 
 from __future__ import annotations
 
@@ -6,11 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_dispatch.nn.cache import KVCache
     from attn_dispatch.nn.indexer import LightningIndexer
+    from attn_dispatch.nn.multihead import MultiheadAttention
+    from attn_dispatch.nn.rotary import Rotary
 
-__all__ = ["LightningIndexer"]
+__all__ = ["KVCache", "LightningIndexer", "MultiheadAttention", "Rotary"]
 
-_HOME = {"LightningIndexer": "indexer"}
+_HOME = {
+    "KVCache": "cache",
+    "LightningIndexer": "indexer",
+    "MultiheadAttention": "multihead",
+    "Rotary": "rotary",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -6,6 +6,7 @@
 4. Causal chunks (``Causal & SameBlock(n)`` from row 0) become small causal squares without any tensor.
 5. `bands` is for masks whose blocks need far fewer keys than there are; `tile_queries` for long queries whose full
    score matrix would not fit, whatever the mask.
+6. ALiBi becomes part of the tile's tensor, with gradients of its slopes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from attn_dispatch import reference, tiling
 from attn_dispatch.backend import Cost, Operands, Raw, Run
 from attn_dispatch.capability import Reason
-from attn_dispatch.ir.atoms import Causal, Full, SameBlock
+from attn_dispatch.ir.atoms import Causal, Full, SameBlock, Stride, Window
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Alibi, Bias
 from attn_dispatch.ir.tensors import Ref, TensorDesc
@@ -74,8 +75,6 @@ def _illegal(op: AttentionOp) -> Reason | None:
         return Reason("feature", "q_offset:tensor", text="q_offset per batch has no common key interval")
     if op.outputs.weights:
         return Reason("feature", "weights", text="weights of all keys are wanted")
-    if any(isinstance(term, Alibi) for term in op.score):
-        return Reason("feature", "score:Alibi", text="ALiBi counts positions from key 0")
     return None
 
 
@@ -95,19 +94,28 @@ def _tiled(op: AttentionOp, block: int) -> Rewritten:
         value=op.value.with_shape(op.B, op.Hkv, widest, op.Dv),
         mask=Causal() if squares else Full(),
         q_offset=0,
+        score=tuple(term for term in op.score if not isinstance(term, Alibi)),
         operands=tuple((n, _tile_desc(op, n, d, rows, widest)) for n, d in op.operands if n in _kept(op)),
     )
+    slopes = _slopes(op)
     needs_bias = not squares and not isinstance(op.mask, Full)
-    if needs_bias:
-        bias = TensorDesc((1, 1, rows, widest), op.dtype, op.device)
-        inner = inner.with_(score=(*inner.score, Bias(Ref(_BIAS))), operands=(*inner.operands, (_BIAS, bias)))
+    if needs_bias or slopes:
+        dtype = "float32" if slopes and op.dtype != "float64" else op.dtype
+        bias = TensorDesc((1, op.Hq if slopes else 1, rows, widest), dtype, op.device)
+        inner = inner.with_(
+            score=(*inner.score, Bias(Ref(_BIAS))),
+            operands=(*inner.operands, (_BIAS, bias)),
+            grad=tuple(_BIAS if name == slopes else name for name in op.grad),  # rule 6
+        )
     tiles = -(-op.Sq // rows)
 
     def adapt(inner_run: Run) -> Run:
         return lambda q, k, v, t: _run_tiles(op, inner_run, block, squares, needs_bias, q, k, v, t)
 
     share = mean / widest if widest else 1.0  # the inner op is the widest tile; most are narrower at the border
-    copies = 2.0 * op.query.itemsize * op.B * op.Hq * op.Sq * op.Dv
+    copies = 2.0 * op.query.itemsize * op.B * op.Hq * op.Sq * op.Dv + (8.0 * op.Hq * op.Sq * mean if slopes else 0.0)
+    if needs_bias and not all(isinstance(atom, (Causal, Window, Stride)) for atom in op.mask.atoms()):
+        copies += 16.0 * (op.B if op.mask.refs() else 1) * op.Sq * mean  # no two tiles look alike: each is written out
     return Rewritten(inner, adapt, tiles * share, Cost(0.0, copies, 3.0 * tiles))
 
 
@@ -115,6 +123,33 @@ def _kept(op: AttentionOp) -> set[str]:
     """Operands that the inner op still refers to: biases and sinks; those of the mask are used up by the tiles."""
     sinks = {op.weight.sinks.name} if isinstance(op.weight, Softmax) and op.weight.sinks else set()
     return sinks | {term.bias.name for term in op.score if isinstance(term, Bias)}
+
+
+def _slopes(op: AttentionOp) -> str:
+    """The operand that holds ALiBi's slopes; empty when there is none."""
+    return next((term.slopes.name for term in op.score if isinstance(term, Alibi)), "")
+
+
+class _Distances:
+    """ALiBi of tiles, which depends on distances alone: tiles that look alike share one tensor (rule 6)."""
+
+    def __init__(self, op: AttentionOp, acc: torch.dtype, t: Operands) -> None:
+        name = _slopes(op)
+        self.slopes = t[name].to(acc).view(1, -1, 1, 1) if name else None
+        self._seen: dict[tuple[int, int, int], torch.Tensor] = {}
+
+    def added_to(self, bias: torch.Tensor | None, tile: tiling.Tile) -> torch.Tensor | None:
+        """A tile's other bias and its ALiBi."""
+        if self.slopes is None:
+            return bias
+        rows, keys = tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0]
+        looks = (rows, keys, tile.q_offset)
+        if looks not in self._seen:
+            self._seen.clear()  # a causal mask without a window has no two tiles alike: one is enough to keep
+            at = torch.arange(rows, device=self.slopes.device)[:, None] + tile.q_offset
+            distance = (at - torch.arange(keys, device=self.slopes.device)).abs()
+            self._seen[looks] = -self.slopes * distance
+        return self._seen[looks] if bias is None else self._seen[looks] + bias
 
 
 def _tile_desc(op: AttentionOp, name: str, desc: TensorDesc, rows: int, keys: int) -> TensorDesc:
@@ -142,6 +177,7 @@ def _run_tiles(
     assert isinstance(offset, int)
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
     bias_of = tiling.TileBias(op, q, k, t)
+    distances = _Distances(op, acc, t)
     log_sums: list[tuple[tiling.Tile, torch.Tensor]] = []
 
     def results() -> Iterator[tuple[tiling.Tile, torch.Tensor | None]]:
@@ -153,8 +189,8 @@ def _run_tiles(
                 continue
             lo, hi = tile.keys
             operands = tiling.slice_terms(op, tile, t)
-            if needs_bias:
-                bias = bias_of(tile)
+            if needs_bias or distances.slopes is not None:
+                bias = distances.added_to(bias_of(tile) if needs_bias else None, tile)
                 operands[_BIAS] = q.new_zeros((1, 1, 1, hi - lo)) if bias is None else bias
             part = inner(q[:, :, tile.rows[0] : tile.rows[1]], k[:, :, lo:hi], v[:, :, lo:hi], operands)
             if op.outputs.lse:

@@ -41,7 +41,7 @@ class DensifyMask(Rewrite):
         if not isinstance(op.weight, Softmax):
             return Reason("feature", op.weight.feature, text="the linear family has no additive masks")
         score = tuple(Bias(Ref(_BIAS)) if isinstance(term, Alibi) else term for term in op.score)
-        extra = [(_BIAS, TensorDesc((1, op.Hq, op.Sq, op.Skv), "float32", op.device))] if has_alibi else []
+        extra = [(_BIAS, TensorDesc((1, op.Hq, op.Sq, op.Skv), _bias_dtype(op), op.device))] if has_alibi else []
         extra += [(_MASK, TensorDesc((op.B, 1, op.Sq, op.Skv), "bool", op.device))] if has_mask else []
         grad = tuple(_BIAS if has_alibi and name == "bias" else name for name in op.grad)
         inner = op.with_(
@@ -70,9 +70,13 @@ class DensifyMask(Rewrite):
         return Rewritten(inner, adapt, 1.0, Cost(0.0, 16.0 * elements, 4.0))
 
 
+def _bias_dtype(op: AttentionOp) -> str:
+    return "float64" if op.dtype == "float64" else "float32"  # the CPU kernel misreads a float32 mask beside float64
+
+
 def _alibi_bias(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor:
     term = next(term for term in op.score if isinstance(term, Alibi))
     grid = reference.positions(op, q, k, t)
-    slopes = t[term.slopes.name].float().view(-1, 1, 1)
+    slopes = t[term.slopes.name].to(getattr(torch, _bias_dtype(op))).view(-1, 1, 1)
     bias = -slopes * (grid.queries - grid.keys).abs()
     return bias[(None,) * (4 - bias.ndim)]

@@ -1,6 +1,7 @@
 """``pad_head_dim``: pad head sizes with zeros for kernels that want a multiple, or equal sizes.
 
-1. D and Dv become the next multiple of 8 of the larger of both.
+1. D and Dv become the next multiple of 8 of the larger of both; what has that size already (MLA's 192 beside 128) is
+   not copied.
 2. Zeros in query and key add nothing to a score; zeros in value give output columns that are cut off.
 3. The scale is that of the true D.
 """
@@ -43,7 +44,7 @@ class PadHeadDim(Rewrite):
 
         def adapt(run: Run) -> Run:
             def outer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-                q, k, wide = (F.pad(x, (0, size - x.shape[3])) for x in (q, k, v))
+                q, k, wide = (_pad(x, size) for x in (q, k, v))
                 result = run(q, k, wide, t)
                 if op.outputs.lse:
                     return Raw(result.out[..., : v.shape[3]], result.lse)
@@ -51,5 +52,11 @@ class PadHeadDim(Rewrite):
 
             return outer
 
-        moved = 2.0 * op.query.itemsize * size * op.B * (2 * op.Hq * op.Sq + 2 * op.Hkv * op.Skv)
+        padded = sum(d != size for d in (op.D, op.Dv))
+        rows = padded * (op.Hq * op.Sq + op.Hkv * op.Skv)
+        moved = 2.0 * op.query.itemsize * size * op.B * rows
         return Rewritten(inner, adapt, 1.0, Cost(0.0, moved, 3.0))
+
+
+def _pad(x: torch.Tensor, size: int) -> torch.Tensor:
+    return x if x.shape[3] == size else F.pad(x, (0, size - x.shape[3]))  # padding by nothing would still copy

@@ -19,7 +19,7 @@ from attn_dispatch.capability import Reason
 from attn_dispatch.ir.atoms import Full, KeyLengths, QueryLengths
 from attn_dispatch.ir.masks import And, Mask
 from attn_dispatch.ir.ops import AttentionOp
-from attn_dispatch.ir.scores import Bias
+from attn_dispatch.ir.scores import Alibi, Bias
 from attn_dispatch.ir.tensors import Ref
 from attn_dispatch.ir.weights import Softmax
 from attn_dispatch.passes.drop_noops import used_names
@@ -58,7 +58,8 @@ class TrimLengths(Rewrite):
                 return Reason("feature", word, text=f"not with {word}: the lengths are read on the host, per sequence")
         if any(ref for atom in lengths.rest.atoms() for ref in atom.refs()):
             return Reason("feature", "mask", text=f"the rest of the mask, {lengths.rest}, has tensors per batch")
-        offset = op.static_offset() if lengths.rest.positional else 0
+        alibi = any(isinstance(term, Alibi) for term in op.score)  # counts positions too
+        offset = op.static_offset() if lengths.rest.positional or alibi else 0
         sq = _expected(op.Sq) if lengths.queries else op.Sq
         skv = _expected(op.Skv) if lengths.keys else op.Skv
         inner = op.resized(1 if op.B > 1 else op.B, sq, skv).with_(mask=lengths.rest, q_offset=offset or 0)

@@ -226,6 +226,11 @@ MASKS: dict[str, MaskCase] = {
         lambda w, a: w.j <= w.end,
         lambda w, a: -a["bias"].reshape(1, -1, 1, 1) * (w.end - w.j).abs(),
     ),
+    "alibi_lengths": MaskCase(
+        lambda n, gen: {**_alibi(n, gen), **_both_lengths(n, gen)},
+        _in_lengths,
+        lambda w, a: -a["bias"].reshape(1, -1, 1, 1) * (w.end - w.j).abs(),
+    ),
     "documents": MaskCase(
         _documents,
         lambda w, a: (w.j <= w.i) & (_document_of(w.i, w.n.Skv) == _document_of(w.j, w.n.Skv)),
@@ -242,6 +247,10 @@ MASKS: dict[str, MaskCase] = {
         lambda w, a: (w.j <= w.end) & ((w.j // 6 == w.end // 6) | (w.j % 6 >= 4)),
     ),
     "prefix_lm": MaskCase(_fixed(attn_mask=masks.prefix_lm(5)), lambda w, a: (w.j <= w.end) | (w.j < 5)),
+    "prefix_lm_per_batch": MaskCase(
+        lambda n, gen: {"attn_mask": masks.prefix_lm(torch.tensor([b * n.Skv for b in range(n.B)]))},
+        lambda w, a: (w.j <= w.end) | (w.j < w.b * w.n.Skv),
+    ),
     "columns": MaskCase(_fixed(attn_mask=masks.columns(5)), lambda w, a: w.j < 5),
     "longformer": MaskCase(
         _longformer,
@@ -448,6 +457,12 @@ CASES: tuple[Case, ...] = (
     Case("empty_skv_causal_grad", "causal", sizes=replace(_S, Skv=0), grad=("query",)),
     # scores
     Case("softcap", softcap=1.5),
+    *(Case(f"alibi_causal_{d}", "alibi_causal", dtype=d, sizes=_GQA, lse=True) for d in ("float64", "bfloat16")),
+    Case("alibi_sinks_softcap", "alibi_causal", dtype="float64", sinks=True, softcap=2.0, sizes=_RAGGED),
+    Case("alibi_lengths_wide", "alibi_lengths", sizes=replace(_RAGGED, Hq=4), lse=True),
+    Case("alibi_decode_gqa", "alibi_causal", sizes=replace(_GQA, Sq=1, Skv=33)),
+    Case("prefix_lm_per_batch_gqa_grad", "prefix_lm_per_batch", sizes=_GQA, lse=True, grad=_GRAD),
+    Case("mla_heads", "causal", sizes=replace(_S, D=48, Dv=32), lse=True),
     Case("softcap_causal_gqa", "causal", softcap=2.0, sizes=_GQA, grad=_GRAD),
     Case("softcap_float_mask", "float", softcap=1.0),
     Case("scale", "causal", scale=0.7),
@@ -505,6 +520,7 @@ CASES: tuple[Case, ...] = (
     Case("long_window_dead_tiles", "window_15_before_keys", sizes=_LONG, lse=True, grad=()),
     Case("long_window_dead_tiles_grad", "window_15_before_keys", sizes=replace(_LONG, Hq=1, Hkv=1), grad=_GRAD),
     Case("long_window_dead_tiles_sinks", "window_15_before_keys", sizes=_LONG, sinks=True, lse=True),
+    Case("long_alibi", "alibi_causal", sizes=replace(_LONG, Sq=260, Skv=280), lse=True),
     Case("long_chunked", "chunked_large", sizes=replace(_LONG, Hkv=2), lse=True),
     Case("long_chunked_dv", "chunked_large", sizes=replace(_LONG, Dv=8)),
     Case("long_queries", "bool", sizes=replace(_S, B=1, Sq=300, Skv=40), lse=True),

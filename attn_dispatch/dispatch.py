@@ -27,7 +27,7 @@ from attn_dispatch.report import Report, make_report
 from attn_dispatch.routes import Route, make_guard, routes
 from attn_dispatch.selection.candidates import rebuild
 from attn_dispatch.selection.decide import Request
-from attn_dispatch.variants import Softmax, Variant
+from attn_dispatch.variants import LinearState, Softmax, Variant, stateful, variant_key
 
 __all__ = ["attention", "capture", "explain", "plan", "replace_sdpa", "use"]
 
@@ -57,6 +57,8 @@ def attention(
     key_lengths: torch.Tensor | None = None,
     q_offset: int | torch.Tensor | None = None,
     variant: Variant = _SOFTMAX,
+    state: LinearState | None = None,
+    return_state: bool = False,
     layout: str = "bhsd",
     return_lse: bool = False,
     return_weights: bool = False,
@@ -101,6 +103,8 @@ def attention(
         >>> attention(q, k, k, is_causal=True, enable_gqa=True).shape
         torch.Size([1, 8, 4, 16])
     """
+    if return_state or state is not None:
+        variant = stateful(variant, state, return_state)
     if _tracing():
         return tracing.compiled(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, bias, sinks,
@@ -210,10 +214,12 @@ class _Call:
         scale: Any = None, enable_gqa: Any = False, *, window: Any = None, softcap: Any = None, bias: Any = None,
         sinks: Any = None, query_lengths: Any = None, key_lengths: Any = None, q_offset: Any = None,
         variant: Any = _SOFTMAX, layout: Any = "bhsd", return_lse: Any = False, return_weights: Any = False,
-        backend: Any = None,
+        backend: Any = None, state: Any = None, return_state: Any = False,
     ) -> _Call:  # fmt: skip
         """Sort the arguments of `attention`."""
         notes: list[str] = []
+        if return_state or state is not None:
+            variant = stateful(variant, state, return_state)
         attn_mask, q_offset = _recognised(attn_mask, query, value, window, is_causal, q_offset, notes)
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
         return cls.sorted(
@@ -283,7 +289,7 @@ def _slow(
         options = (
             mask if isinstance(mask, str) or mask is None else mask.text, tuple(named), is_causal, dropout_p, scale,
             enable_gqa, window, softcap, None if "q_offset" in named else q_offset,
-            type(variant) if "decay" in named else variant, layout, return_lse, return_weights, backend, _context(),
+            variant_key(variant), layout, return_lse, return_weights, backend, _context(),
             _deterministic(), forward_ad._current_level,
         )  # fmt: skip
         try:

@@ -363,7 +363,8 @@ def _finish_state(run: Run, form: Any) -> Run:
     """As `_finish`, for calls that return a state; the frontend lets only 4-D calls do that."""
 
     def finished(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, t: Operands) -> Any:
-        raw = run(*form.pack(query, key, value), t)
+        q, k, v = form.pack(query, key, value)
+        raw = run(q, k, v, t)
         if not isinstance(raw, Raw) or raw.state is None:
             raise BackendError(f"a backend returned {type(raw).__name__} without the state that was wanted")
         return WithState(form.unpack_out(raw.out), raw.state)

@@ -14,12 +14,12 @@ import torch
 import torch.nn.functional as F
 
 from attn_dispatch.backend import Raw
-from attn_dispatch.ir.atoms import Columns, Full, KeyLengths, KeyRange, Segments
+from attn_dispatch.ir.atoms import Columns, Full, KeyLengths, KeyRange, QueryLengths, Rows, Segments
 from attn_dispatch.ir.masks import And, Grid, Mask
+from attn_dispatch.ir.operands import resolve
 from attn_dispatch.ir.ops import END, AttentionOp
 from attn_dispatch.ir.scores import Alibi, Bias, SoftCap
 from attn_dispatch.ir.tensors import Ref
-from attn_dispatch.ir.operands import resolve
 from attn_dispatch.ir.weights import Linear, Softmax
 from attn_dispatch.state import LinearState, state_dtype
 
@@ -50,7 +50,7 @@ def attention(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         tensors: what the op's names stand for.
 
     Returns:
-        ``Raw(out [B, Hq, Sq, Dv], lse [B, Hq, Sq], weights [B, Hq, Sq, Skv], state)``; weights are those before dropout.
+        ``Raw(out [B, Hq, Sq, Dv], lse [B, Hq, Sq], weights [B, Hq, Sq, Skv], state)``; weights before dropout.
     """
     acc = state_dtype(q.dtype)
     linear = op.weight if isinstance(op.weight, Linear) else None
@@ -163,6 +163,9 @@ def _weigh_linear(
         seen = q * op.effective_scale
         if decay is not None:
             seen = seen * decay ** (grid.queries + 1).clamp(min=0)
+        for part in op.mask.args if isinstance(op.mask, And) else (op.mask,):
+            if isinstance(part, (QueryLengths, Rows)):  # an empty row sees no state either
+                seen = torch.where(part.allowed(grid), seen, 0.0)
         segments = _segments(op, tensors)
         if segments is not None and skv:
             query_ids, key_ids = segments

@@ -242,6 +242,8 @@ WORDS = {
     "scale<=0": {"scale": 0.0},
     "sinks": {"weight": Softmax(Ref("sinks"))},
     "decay": {"weight": Linear("identity", Ref("decay"))},
+    "state:in": {"weight": Linear("identity", None, None, Ref("state"))},
+    "state:out": {"weight": Linear(), "outputs": Outputs(state=True)},
     "q_offset:nonzero": {"mask": Causal(), "q_offset": END},
     "q_offset:tensor": {"mask": Causal(), "q_offset": Ref("q_offset")},
     "score:SoftCap": {"score": (SoftCap(1.0),)},

@@ -29,7 +29,7 @@ END = "end"  # q_offset = Skv - Sq: the last query sees the last key, whatever t
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is wanted beside the output: the log-sum-exp of each row, the attention weights, the linear family's state."""
+    """What is wanted beside the output: each row's log-sum-exp, the attention weights, the linear family's state."""
 
     lse: bool = False
     weights: bool = False

@@ -57,7 +57,7 @@ class Linear(Weight):
         decay: float32 ``[Hq]`` in [0, 1]; None for none.
         normalizer_eps: divide by the sum of weights plus this; None does not divide.
         state: the state that goes in, ``[B, H, D, Dv]``, H being Hq with a decay and Hkv without; None for none.
-        state_z: ``[B, H, D]``, with a normaliser. state_length: integers ``[B]`` or ``[1]``, for the state that comes out.
+        state_z: ``[B, H, D]``, with a normaliser. state_length: integers ``[B]`` or ``[1]``.
     """
 
     feature_map: str = "identity"

@@ -35,7 +35,9 @@ class PadHeadDim(Rewrite):
         if op.D == op.Dv == size:
             return not_useful(f"head_dim {op.D} is a multiple of {_MULTIPLE}")
         if isinstance(op.weight, Linear):
-            return Reason("feature", op.weight.feature, text="a feature map need not keep zeros: elu + 1 makes them ones")
+            return Reason(
+                "feature", op.weight.feature, text="a feature map need not keep zeros: elu + 1 makes them ones"
+            )
         if op.outputs.weights or op.D == 0 or op.Dv == 0:
             return Reason("feature", "weights", text="not with return_weights or a head_dim of 0")
         inner = op.with_(

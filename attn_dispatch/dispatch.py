@@ -85,6 +85,9 @@ def attention(
         query_lengths, key_lengths: true lengths ``[B]`` of a right-padded batch; rows beyond are 0.
         q_offset: key position of query 0, an int or an int tensor ``[B]``; default 0 for ``is_causal``, else Skv - Sq.
         variant: from `attn_dispatch.variants`; default softmax.
+        state: what linear attention or retention starts from, a `variants.LinearState`; it stands before key 0, is not
+            changed, and fits the variant, heads and sizes of the call.
+        return_state: return ``(out, state)``, the state after the last key, made of new tensors.
         return_lse: return ``(out, lse)``; lse ``[B, Hq, Sq]`` is -inf for an empty row.
         return_weights: return ``(out, weights)``, or ``(out, lse, weights)`` with both.
         backend: a backend or chain to use, or a list in order of preference; never falls back.

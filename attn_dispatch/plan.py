@@ -270,8 +270,9 @@ def _broken_contract(
     parts: list[tuple[str, Any, tuple[int, ...], torch.dtype | None]] = []
     if wanted.lse or wanted.weights or wanted.state:
         if not isinstance(result, Raw):
-            asked = "return_lse, return_weights or return_state"
-            return f"run must return Raw(out, lse, weights, state) for {asked}, got {_kind(result)}"
+            if wanted.state:
+                return f"run must return Raw(out, state=...) for return_state, got {_kind(result)}"
+            return f"run must return Raw(out, lse, weights) for return_lse or return_weights, got {_kind(result)}"
         if wanted.state and not isinstance(result.state, LinearState):
             return f"state must be a LinearState, got {_kind(result.state)}"
         parts += [("lse", result.lse, rows, accumulated)] if wanted.lse else []

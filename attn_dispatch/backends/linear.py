@@ -22,10 +22,10 @@ from typing import Any
 import torch
 
 from attn_dispatch import reference
-from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw
+from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw, Run
 from attn_dispatch.backends.linear_chunks import BATCH_BYTES, Sequence, State, chunk_size, run_sequence, state_by_length
 from attn_dispatch.capability import Capability, Limit, Reason
-from attn_dispatch.ir.atoms import Causal, QueryLengths, Segments
+from attn_dispatch.ir.atoms import Causal, Full, QueryLengths, Segments
 from attn_dispatch.ir.masks import And
 from attn_dispatch.ir.operands import resolve
 from attn_dispatch.ir.ops import AttentionOp
@@ -80,6 +80,9 @@ class LinearBackend(Backend):
         return []
 
     def compile(self, op: AttentionOp) -> Executable:
+        if op.Sq == op.Skv == 1 and isinstance(op.mask, Full) and _first(op) == 0:
+            return Executable(_step(op))  # 1 is a bucket of its own
+
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
             raw = _run(op, q, k, v, t)
             return raw if op.outputs.state else raw.out
@@ -152,6 +155,53 @@ def _run(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: 
         s, z = s.clone(), None if z is None else z.clone()
     length = count if weight.state_length is None else count + t[weight.state_length.name]
     return Raw(out, state=LinearState(s, z, length))
+
+
+def _step(op: AttentionOp) -> Run:
+    """One token: write its key and value into the state, read it with the query. Nothing else, it runs per token."""
+    weight, scale = op.weight, op.effective_scale
+    assert isinstance(weight, Linear)
+    eps, groups, acc = weight.normalizer_eps, op.groups, state_dtype(getattr(torch, op.dtype))
+    name_s, name_z, name_n = (
+        None if r is None else r.name for r in (weight.state, weight.state_z, weight.state_length)
+    )
+    name_d = None if weight.decay is None else weight.decay.name
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+        dtype = q.dtype
+        q, k, v = q.to(acc), k.to(acc), v.to(acc)
+        if weight.feature_map != "identity":
+            q, k = (reference.apply_feature_map(weight.feature_map, x) for x in (q, k))
+        if name_d is not None and groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        column = k.transpose(-1, -2)
+        z = column if eps is not None else None
+        if name_s is None:
+            s = column * v
+        else:
+            s, old_z = t[name_s], None if name_z is None else t[name_z][..., None]
+            if name_d is not None:
+                faded = t[name_d].to(acc).view(-1, 1, 1)
+                s, old_z = s * faded, None if old_z is None else old_z * faded
+            s = torch.addcmul(s, column, v)
+            z = z if z is None or old_z is None else old_z + z
+        q = q * scale
+        out = reference.grouped_matmul(q, s)
+        if z is not None and eps is not None:
+            total = reference.grouped_matmul(q, z) + eps
+            out = out / (torch.where(total == 0, 1.0, total) if eps == 0 else total)
+        out = out.to(dtype)
+        if not op.outputs.state:
+            return out
+        b = q.shape[0]
+        if name_n is None:
+            length = torch.ones(b, dtype=torch.int64, device=q.device)
+        else:
+            length = (t[name_n] + 1).to(torch.int64).expand(b)
+        # with no state before it, z is the key itself when nothing was converted
+        return Raw(out, state=LinearState(s, None if z is None else z[..., 0].clone(), length))
+
+    return run
 
 
 def _documents(

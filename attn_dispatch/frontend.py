@@ -108,6 +108,9 @@ def collect_tensors(
         named |= {} if variant.state is None else spread_state(variant.state)
         variant = variant.inner
     if isinstance(variant, Retention):
+        if not isinstance(variant.decay, torch.Tensor):
+            kind = type(variant.decay).__name__
+            raise InputTypeError(f"decay must be a tensor [Hq], got {kind}", remedy="retention_decay(Hq)")
         if not _is_traced(variant.decay) and variant.decay.device.type == "cpu" and not variant.in_range:
             raise InputError(f"decay must be in (0, 1], got {variant.decay.tolist()}", remedy="retention_decay(Hq)")
         named["decay"] = variant.decay

@@ -101,6 +101,13 @@ def stateful(variant: Any, state: Any, return_state: bool) -> Stateful:
     if state is not None and not isinstance(state, LinearState):
         remedy = "pass what return_state=True returned, or variants.LinearState(S, z, length)"
         raise InputTypeError(f"state must be a LinearState, got {type(state).__name__}", remedy=remedy)
+    if state is not None:
+        wrong = {"S": not isinstance(state.S, torch.Tensor)}
+        wrong |= {"z": not (state.z is None or isinstance(state.z, torch.Tensor))}
+        wrong |= {"length": not isinstance(state.length, (int, torch.Tensor))}
+        for name in [name for name, bad in wrong.items() if bad]:
+            got = type(getattr(state, name)).__name__
+            raise InputTypeError(f"state.{name} must be a tensor{' or an int' * (name == 'length')}, got {got}")
     return Stateful(variant, state, bool(return_state))
 
 

@@ -13,11 +13,17 @@ import torch
 import yaml
 
 import attn_dispatch
-from attn_dispatch import NoBackendError
+from attn_dispatch import NoBackendError, variants
 from attn_dispatch.registry import current
 
 BANK = yaml.safe_load((Path(__file__).parent / "data" / "cases.yaml").read_text())
 CASES = [case for case in BANK["cases"] if "check" in case]
+
+
+def linear_attn(q: Any, k: Any, v: Any, causal: bool) -> Any:
+    """Normalised linear attention, for the cases that ask for it."""
+    variant = variants.LinearAttention(normalizer_eps=0.0)
+    return attn_dispatch.attention(q, k, v, is_causal=causal, variant=variant, backend="linear")
 
 
 def run_case(case: dict[str, Any], attn: Any) -> None:
@@ -25,6 +31,7 @@ def run_case(case: dict[str, Any], attn: Any) -> None:
     space: dict[str, Any] = {}
     exec(BANK["prelude"], space)
     space["attn"] = attn
+    space["linear_attn"] = linear_attn
     exec(case["check"], space)
 
 

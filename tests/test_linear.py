@@ -544,6 +544,55 @@ def test_the_queries_of_a_state_stand_behind_it():
             close(out, whole[:, :, 16:], 1e-12)
 
 
+@given(
+    kind=st.sampled_from(list(KINDS)),
+    sizes=st.sampled_from([(9, 9), (1, 9), (9, 1), (1, 1), (5, 70), (70, 5), (70, 70)]),
+    mask=st.sampled_from(["none", "causal", "end", "offset", "lengths", "columns", "documents", "rows"]),
+    hkv=st.sampled_from([1, 2, 4]),
+    with_state=st.booleans(),
+    batch=st.sampled_from([1 << 11, 1 << 20]),
+)
+def test_the_backend_is_the_specification_or_refuses(kind, sizes, mask, hkv, with_state, batch):
+    (sq, skv), variant = sizes, KINDS[kind]
+    q, k, v = qkv(sq, dtype=torch.float64)[0], *qkv(skv, hkv=hkv, dtype=torch.float64)[1:]
+    keep = torch.arange(skv) % 3 != 1
+    options = {
+        "none": {"is_causal": False},
+        "causal": {"q_offset": max(skv - sq, 0)},
+        "end": {"is_causal": False, "attn_mask": masks.causal()},
+        "offset": {"q_offset": 2},
+        "lengths": {"key_lengths": torch.tensor([skv // 2, skv]), "q_offset": 0},
+        "columns": {"attn_mask": masks.columns(keep=keep), "q_offset": 0},
+        "documents": {"attn_mask": masks.documents([0, skv // 3, skv]) & masks.columns(keep=keep), "q_offset": 0},
+        "rows": {"query_lengths": torch.tensor([sq, sq // 2]), "q_offset": 0},
+    }[mask]
+    if mask == "documents" and sq != skv:
+        return
+    if with_state:
+        heads = H if kind == "retention" else hkv
+        s, z = torch.randn(B, heads, D, DV, dtype=torch.float64), torch.rand(B, heads, D, dtype=torch.float64)
+        options["state"] = LinearState(s, z if kind == "elu1" else None, 3)
+    try:
+        want = attend(q, k, v, variant, return_state=True, backend="eager", **options)
+    except InputError as error:
+        assert with_state
+        assert "stand behind it" in str(error)  # noqa: PT017
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear_chunks, "BATCH_BYTES", batch)
+        try:
+            got = attend(q, k, v, variant, return_state=True, backend="linear", **options)
+        except NoBackendError as error:
+            assert kind == "retention"
+            assert "decay without a causal mask" in str(error)  # noqa: PT017
+            return
+    close(got.out, want.out, 1e-11)
+    close(got.state.S, want.state.S, 1e-11)
+    assert torch.equal(got.state.length, want.state.length)
+    if kind == "elu1":
+        close(got.state.z, want.state.z, 1e-11)
+
+
 # --- the calls -------------------------------------------------------------------------------------------------------
 
 
@@ -646,6 +695,13 @@ MISTAKES = {
     "decay 0": ({"variant": Retention(torch.zeros(H))}, InputError, r"decay must be in \(0, 1\]"),
     "decay above 1": ({"variant": Retention(torch.ones(H) * 1.5)}, InputError, r"decay must be in \(0, 1\]"),
     "decay NaN": ({"variant": Retention(torch.full((H,), math.nan))}, InputError, r"decay must be in \(0, 1\]"),
+    "decay type": ({"variant": Retention([0.5] * H)}, InputTypeError, "decay must be a tensor .*got list"),
+    "state of lists": ({"state": state_of(S=[1.0])}, InputTypeError, "state.S must be a tensor, got list"),
+    "length type": (
+        {"state": state_of(length="3")},
+        InputTypeError,
+        "state.length must be .* an int, got str",
+    ),
     "decay shape": ({"variant": Retention(torch.ones(3))}, InputError, r"decay must be \[Hq\] = \[4\]"),
     "weights and state": ({"return_weights": True, "return_state": True}, InputError, "exclude each other"),
     "state and chunks": (

@@ -25,7 +25,7 @@ from attn_dispatch import reference
 from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw, Run
 from attn_dispatch.backends.linear_chunks import BATCH_BYTES, Sequence, State, chunk_size, run_sequence, state_by_length
 from attn_dispatch.capability import Capability, Limit, Reason
-from attn_dispatch.ir.atoms import Causal, Full, QueryLengths, Segments
+from attn_dispatch.ir.atoms import Causal, Full, KeyLengths, QueryLengths, Segments
 from attn_dispatch.ir.masks import And
 from attn_dispatch.ir.operands import resolve
 from attn_dispatch.ir.ops import AttentionOp
@@ -74,6 +74,9 @@ class LinearBackend(Backend):
         if len(segments) > 1 or ids.queries != ids.keys or op.Sq != op.Skv or (is_causal and _first(op) != 0):
             text = "segments that are no documents: queries and keys need the same numbers, from position 0"
             return [Reason("feature_pair", "mask:Segments", str(ids), "one tensor for both", 'backend="eager"', text)]
+        if op.outputs.state and any(isinstance(part, KeyLengths) for part in parts):
+            text = "a state behind padded documents: which one is the last is not said"
+            return [Reason("feature_pair", "state:out", "key lengths", "none", 'backend="eager"', text)]
         if op.traced or op.device != "cpu":
             text = "documents whose borders cannot be read here"
             return [Reason("feature_pair", "mask:Segments", "traced" if op.traced else op.device, "cpu", text=text)]
@@ -146,7 +149,7 @@ def _run(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: 
     if not op.outputs.state:
         return Raw(out)
     count = reference.key_count(op, b, skv, t, k.device)
-    if decay is not None and keep is not None:
+    if decay is not None and any(isinstance(part, KeyLengths) for part in parts):
         after = state_by_length(seq, state, count)
     elif after is None:
         after = seq.empty_state()
@@ -162,10 +165,8 @@ def _step(op: AttentionOp) -> Run:
     weight, scale = op.weight, op.effective_scale
     assert isinstance(weight, Linear)
     eps, groups, acc = weight.normalizer_eps, op.groups, state_dtype(getattr(torch, op.dtype))
-    name_s, name_z, name_n = (
-        None if r is None else r.name for r in (weight.state, weight.state_z, weight.state_length)
-    )
-    name_d = None if weight.decay is None else weight.decay.name
+    refs = (weight.state, weight.state_z, weight.state_length, weight.decay)
+    name_s, name_z, name_n, name_d = (None if ref is None else ref.name for ref in refs)
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
         dtype = q.dtype
@@ -198,8 +199,9 @@ def _step(op: AttentionOp) -> Run:
             length = torch.ones(b, dtype=torch.int64, device=q.device)
         else:
             length = (t[name_n] + 1).to(torch.int64).expand(b)
-        # with no state before it, z is the key itself when nothing was converted
-        return Raw(out, state=LinearState(s, None if z is None else z[..., 0].clone(), length))
+        z = None if z is None else z[..., 0]
+        z = z.clone() if z is not None and name_z is None else z  # the key itself, which is the caller's
+        return Raw(out, state=LinearState(s, z, length))
 
     return run
 

@@ -191,7 +191,7 @@ def _chunks(
             out = out.addcmul_(seen, fade) if seq.in_place else out + seen * fade
             total = None if total is None or seen_z is None else total + seen_z * fade
         else:
-            out = torch.add(out, seen, alpha=seq.scale, out=out if seq.in_place else None)
+            out = out.add_(seen, alpha=seq.scale) if seq.in_place else out.add(seen, alpha=seq.scale)
             total = None if total is None or seen_z is None else torch.add(total, seen_z, alpha=seq.scale)
     out = seq.divide(out, total).unflatten(3, (g, c)).transpose(2, 3).flatten(3, 4)
     return out.flatten(1, 2).to(seq.q.dtype), after

@@ -21,7 +21,8 @@ class Reason:
     """Why a backend or rewrite declines an op.
 
     Args:
-        code: a stable word for programs: ``device dtype feature limit determinism version known_bad not_useful error``.
+        code: a stable word for programs: ``device dtype feature limit determinism version
+            known_bad not_useful barred error``.
         field: what was looked at, ``"head_dim"``, ``"mask:Window"``.
         got: the op's value; allowed: what would be accepted.
         hint: what to do about it; empty when there is nothing to say.

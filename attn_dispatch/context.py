@@ -6,15 +6,25 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, replace
 from typing import Any
 
 from attn_dispatch.errors import InputError
+from attn_dispatch.settings import AUTOTUNE_MODES
 
-__all__ = ["AUTOTUNE_MODES", "DEFAULT", "Context", "active", "as_names", "recording", "surrounding", "use"]
-
-AUTOTUNE_MODES = ("off", "cached", "on")
+__all__ = [
+    "AUTOTUNE_MODES",
+    "DEFAULT",
+    "Context",
+    "active",
+    "as_names",
+    "at_layer",
+    "current_layer",
+    "recording",
+    "surrounding",
+    "use",
+]
 
 
 @dataclass(frozen=True)
@@ -24,17 +34,19 @@ class Context:
     Args:
         backends: names or chains asked for; empty for none.
         require: whether they may not be fallen back from.
-        autotune: ``"off"``, ``"cached"`` (use what was measured before) or ``"on"``.
+        autotune: one of `AUTOTUNE_MODES`; empty for what ``ATTN_DISPATCH_AUTOTUNE`` says, ``"cached"`` without it.
         record: called with each plan that runs, and the call's tensors; None when nobody listens.
+        layer: the layer that runs, where a pin asks for it; see `at_layer`.
     """
 
     backends: tuple[str, ...] = ()
     require: bool = True
-    autotune: str = "cached"
+    autotune: str = ""
     record: Callable[..., None] | None = None
+    layer: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_hash", hash((self.backends, self.require, self.autotune, self.record)))
+        object.__setattr__(self, "_hash", hash((self.backends, self.require, self.autotune, self.record, self.layer)))
 
     def __hash__(self) -> int:  # computed once: it is part of the key of every call
         return self._hash  # type: ignore[attr-defined]
@@ -49,6 +61,11 @@ _depth = 0
 _depth_lock = threading.Lock()
 # None outside any `use`: it is part of the key of every call, and None hashes without a Python call
 active: ContextVar[Context | None] = ContextVar("attn_dispatch", default=None)
+
+# The module whose forward is running, as far as an integration knows it; "" outside one.
+current_layer: ContextVar[str] = ContextVar("attn_dispatch_layer", default="")
+# Whether a pin looks at layers: only then does the layer belong to the key of a call. Set when the pins are read.
+layers_matter = False
 
 
 def surrounding() -> Context:
@@ -74,7 +91,8 @@ def use(
 
     Args:
         backend: a backend (``"sdpa_flash"``), a chain (``"fold_groups > sdpa_flash"``) or a list, best first.
-        autotune: ``"off"``, ``"cached"`` or ``"on"``; None keeps what is set.
+        autotune: ``"off"`` (nothing measured is used), ``"cached"`` (what was measured before is), ``"on"`` (a miss is
+            measured now), ``"force"`` (measured anew), ``"assert"`` (a miss raises); None keeps what is set.
         require: raise when none of them can run a call; False falls back and warns once.
 
     Raises:
@@ -100,6 +118,34 @@ def use(
     changes |= {"backends": names, "require": require} if names else {}
     with _entered(replace(surrounding(), **changes)):
         yield
+
+
+class at_layer:  # noqa: N801 - used like a function; a class enters faster, and this runs at every call of a layer
+    """Say which layer runs inside, for pins by layer and for `capture`.
+
+    Args:
+        name: the layer, ``"model.layers.3.self_attn"``. over: whether it replaces a name that was set further out.
+    """
+
+    __slots__ = ("_name", "_over", "_settings", "_token")
+
+    def __init__(self, name: str, over: bool = False) -> None:
+        self._name, self._over = name, over
+        self._token: Token[str] | None = None
+        self._settings: Token[Context | None] | None = None
+
+    def __enter__(self) -> None:
+        if not self._over and current_layer.get():
+            return
+        self._token = current_layer.set(self._name)
+        if layers_matter:
+            self._settings = active.set(replace(surrounding(), layer=self._name))
+
+    def __exit__(self, *_: object) -> None:
+        if self._settings is not None:
+            active.reset(self._settings)
+        if self._token is not None:
+            current_layer.reset(self._token)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-__all__ = ["DeviceFacts", "cuda_arch", "facts"]
+__all__ = ["DeviceFacts", "cuda_arch", "facts", "free_memory"]
 
 
 @dataclass(frozen=True)
@@ -29,27 +29,49 @@ class DeviceFacts:
     threads: int = 0
 
 
-@functools.cache
 def facts(device_type: str) -> DeviceFacts:
-    """Facts of a device type, asked once.
+    """Facts of a device type, of the current device where there are several of different kinds.
 
     Example:
         >>> facts("cpu").type
         'cpu'
     """
-    if device_type == "cuda" and torch.cuda.is_available():
-        return DeviceFacts("cuda", torch.cuda.get_device_name(), cuda_arch())
+    on_cuda = device_type == "cuda" and torch.cuda.is_available()
+    return _facts(device_type, torch.cuda.current_device() if on_cuda else -1)
+
+
+@functools.cache
+def _facts(device_type: str, index: int) -> DeviceFacts:
+    """Asked once per device."""
+    if index >= 0:
+        return DeviceFacts("cuda", torch.cuda.get_device_name(index), cuda_arch())
     if device_type == "cpu":
         return DeviceFacts("cpu", _cpu_name(), platform.machine(), torch.get_num_threads())
     return DeviceFacts(device_type, device_type, "unknown")
 
 
-@functools.cache
+def free_memory(device_type: str) -> int:
+    """Bytes that can be had now; a large number where nobody tells."""
+    if device_type == "cuda" and torch.cuda.is_available():
+        return torch.cuda.mem_get_info()[0]
+    info = Path("/proc/meminfo")
+    if info.is_file():
+        for line in info.read_text(encoding="utf-8").splitlines():
+            if line.startswith("MemAvailable"):
+                return int(line.split()[1]) << 10
+    return 1 << 62
+
+
 def cuda_arch() -> str:
     """``"sm90"`` for the current CUDA device, ``"none"`` without one."""
     if not torch.cuda.is_available():
         return "none"
-    major, minor = torch.cuda.get_device_capability()
+    return _arch_of(torch.cuda.current_device())
+
+
+@functools.cache
+def _arch_of(index: int) -> str:
+    major, minor = torch.cuda.get_device_capability(index)
     return f"sm{major}{minor}"
 
 

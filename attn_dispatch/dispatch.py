@@ -27,6 +27,7 @@ from attn_dispatch.report import Report, make_report
 from attn_dispatch.routes import Route, make_guard, routes
 from attn_dispatch.selection.candidates import rebuild
 from attn_dispatch.selection.decide import Request
+from attn_dispatch.selection.pins import current_pins
 from attn_dispatch.variants import LinearState, Softmax, Variant, stateful, variant_key
 
 __all__ = ["attention", "capture", "explain", "plan", "replace_sdpa", "use"]
@@ -309,9 +310,14 @@ def _slow(
     record = context.surrounding().record
     if record is not None:
         record(made, query, key, value)
-    elif options and not (made.op.traced or made.op.higher_order):
+    elif options and not (made.op.traced or made.op.higher_order) and _key_is_whole():
         _keep_route(options, call, made)
     return made.run(query, key, value, made.binding.operands(named))
+
+
+def _key_is_whole() -> bool:
+    """Whether the key of the call holds its layer, where pins by layer exist: they are read after the first key."""
+    return not context.layers_matter or context.surrounding().layer == context.current_layer.get()
 
 
 def _recognised(
@@ -378,7 +384,7 @@ def _is_right_for_its_bucket(made: Plan) -> bool:
     op = made.op
     hi = bucket(op.Skv)
     lo = hi // 2 + 1
-    if op.Skv <= 16 or lo <= op.Sq <= hi or not made.binding.form.is_plain:
+    if op.Skv <= 16 or lo <= op.Sq <= hi or not made.binding.form.is_plain or current_pins().has_lengths:
         return False
     for length in (lo, hi):
         other, _ = canonicalise(made.binding.op.resized(op.B, op.Sq, length))
@@ -403,14 +409,15 @@ def _worth_recognising(mask: torch.Tensor, query: Any, value: Any) -> bool:
     return mask.shape[-1] * mask.shape[-2] >= 1 << 16 and work >= 256
 
 
-def capture() -> Any:
+def capture(model: torch.nn.Module | None = None) -> Any:
     """Record every attention that runs inside: ``with dispatch.capture() as workload: model(x)``.
 
-    See `attn_dispatch.capture.capture`.
+    Args:
+        model: where the names of layers come from; see `attn_dispatch.capture.capture`.
     """
     from attn_dispatch.capture import capture as start
 
-    return start()
+    return start(model)
 
 
 def replace_sdpa() -> Any:

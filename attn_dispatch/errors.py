@@ -6,13 +6,17 @@
     ├── InputError (ValueError)          a value of the call is wrong; raised by the frontend, before any backend
     │   └── InputTypeError (TypeError)   a dtype or a Python type of the call is wrong
     ├── NoBackendError (ValueError)      the call is right and nothing here can run it; carries every reason
+    ├── NotTunedError (LookupError)      autotune="assert" and nothing was measured for this op
     ├── UnknownBackendError (ValueError) a name that no registered backend, rewrite or chain has
     ├── ConfigError (ValueError)         a file or an environment variable that cannot be used
     └── BackendError (RuntimeError)      a backend broke its contract while it was compiled or run
 
     AttnDispatchWarning (UserWarning)
     ├── PluginWarning                    a plugin was set aside; said once, when it is discovered
-    └── FallbackWarning                  a preference could not be met; said once per reason
+    ├── FallbackWarning                  a preference could not be met; said once per reason
+    ├── ConfigWarning                    a configuration file, or a name in one, is ignored; said once per file and name
+    ├── StoreWarning                     a file of the tuned store cannot be used or written; said once
+    └── RankWarning                      ranks of torch.distributed cannot tune together; names the one that differs
 
 An error of the call has three parts: what was asked, which value broke which limit, and what to do next.
 """
@@ -24,11 +28,15 @@ __all__ = [
     "AttnDispatchWarning",
     "BackendError",
     "ConfigError",
+    "ConfigWarning",
     "FallbackWarning",
     "InputError",
     "InputTypeError",
     "NoBackendError",
+    "NotTunedError",
     "PluginWarning",
+    "RankWarning",
+    "StoreWarning",
     "UnknownBackendError",
 ]
 
@@ -80,6 +88,10 @@ class UnknownBackendError(AttnDispatchError, ValueError):
     """A backend, rewrite or chain name that nothing registered has."""
 
 
+class NotTunedError(AttnDispatchError, LookupError):
+    """``autotune="assert"`` was asked for and nothing was measured for this op; says how the nearest entry differs."""
+
+
 class ConfigError(AttnDispatchError, ValueError):
     """A configuration file, pin or environment variable that cannot be used."""
 
@@ -98,3 +110,15 @@ class PluginWarning(AttnDispatchWarning):
 
 class FallbackWarning(AttnDispatchWarning):
     """A preference could not be met and the next candidate is used."""
+
+
+class ConfigWarning(AttnDispatchWarning):
+    """A configuration file, or a name in one, is ignored."""
+
+
+class StoreWarning(AttnDispatchWarning):
+    """A file of the tuned store cannot be used or written."""
+
+
+class RankWarning(AttnDispatchWarning):
+    """Ranks of `torch.distributed` cannot tune together."""

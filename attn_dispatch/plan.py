@@ -11,16 +11,20 @@ from typing import Any, NamedTuple
 
 import torch
 
-from attn_dispatch import reference
+from attn_dispatch import context, reference
 from attn_dispatch.backend import Backend, Executable, Operands, Raw, Run
+from attn_dispatch.device import facts
 from attn_dispatch.errors import BackendError, InputError
 from attn_dispatch.frontend import Binding
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.passes import Step, canonicalise
 from attn_dispatch.registry import Registry, current
 from attn_dispatch.registry.discover import on_reset
+from attn_dispatch.selection import tuned
 from attn_dispatch.selection.candidates import Candidate, build, rebuild
 from attn_dispatch.selection.decide import Decision, Request, decide
+from attn_dispatch.selection.pins import current_pins
+from attn_dispatch.settings import settings
 from attn_dispatch.state import LinearState, WithState, spread_state
 
 __all__ = ["Plan", "PlanCache", "WithLse", "WithLseWeights", "WithWeights", "decisions", "make_plan"]
@@ -99,6 +103,7 @@ class PlanCache:
 
 decisions = PlanCache()
 on_reset.append(decisions.clear)
+tuned.on_change.append(decisions.clear)
 _deciding = threading.RLock()  # one thread decides at a time, so that threads that start together decide once
 
 
@@ -165,40 +170,55 @@ class Plan:
 def make_plan(binding: Binding, requests: Sequence[Request] = (), registry: Registry | None = None) -> Plan:
     """Canonicalise, decide (or remember the bucket's decision) and compile.
 
-    A remembered decision is checked again on the true shape: when its candidate declines there, the next legal one in
-    its ranking runs, and an explicit request is decided anew so that it raises its own reasons.
+    A remembered decision is checked again on the true shape: when its candidate declines there, the next in the
+    measured or estimated ranking runs, and an explicit request is decided anew so that it raises its own reasons.
+
+    Args:
+        binding: the described call. requests: explicit wishes, strongest first; pins and what was measured come after
+            them. registry: another one than the process's; pins and measurements are about the latter alone.
     """
-    registry = registry or current()
+    here = current()
+    registry = registry or here
     op, trace = canonicalise(binding.op)
-    decision = _decide_for_bucket(op, tuple(requests), registry)
+    if registry is here:
+        pins = current_pins()
+        context.layers_matter = pins.has_layers
+        pinned = pins.requests(op, context.current_layer.get())
+        mode = context.surrounding().autotune or settings().autotune
+        decision = _decide_for_bucket(op, (*requests, *pinned), registry, mode)
+    else:
+        decision = decide(op, registry, requests)
     run = _compile(decision.chosen, op, registry)
     guarded = _guard_excluded(run, op, decision, registry)
     return Plan(op, decision, trace, binding, _finish(guarded, op, binding))
 
 
-def _decide_for_bucket(op: AttentionOp, requests: tuple[Request, ...], registry: Registry) -> Decision:
-    if registry is not current():  # what is remembered is true of the current registry only
-        return decide(op, registry, requests)
+def _decide_for_bucket(op: AttentionOp, requests: tuple[Request, ...], registry: Registry, mode: str) -> Decision:
+    def measured(_: AttentionOp) -> tuned.Tuned | None:
+        return tuned.look_up(op, registry, mode)  # by the true shape: a miss may be measured, and not at the bucket's
+
     typical = op.bucketed()
-    key = (typical, requests)
+    key = (typical, requests, mode, facts(op.device))
     remembered = decisions.get(key)
     if remembered is None:
         with _deciding:
             remembered = decisions.peek(key)
             if remembered is None:
-                remembered = decide(typical if not requests else op, registry, requests)
+                remembered = decide(typical if not requests else op, registry, requests, measured)
                 decisions.put(key, remembered)
     if _is_outranked(remembered, op, requests, registry):
-        return decide(op, registry, requests)
+        return decide(op, registry, requests, measured)
     names = [remembered.chosen.name]
-    if not requests:
-        names += [candidate.name for candidate, _ in remembered.legal if candidate.name != names[0]]
+    if not any(request.source == remembered.source for request in requests):  # nobody asked for it by name
+        names = [*remembered.ranking, *names, *(candidate.name for candidate, _ in remembered.legal)]
     for name in names:
         candidate = rebuild(name, op, registry)
         if candidate is not None:
-            why = remembered.why if name == names[0] else f"{names[0]} declines this shape of its bucket"
-            return Decision(candidate, remembered.source, why, remembered.legal, remembered.refused, remembered.notes)
-    return decide(op, registry, requests)
+            why = (
+                remembered.why if name == remembered.chosen.name else f"{names[0]} cannot run this shape of its bucket"
+            )
+            return replace(remembered, chosen=candidate, why=why)
+    return decide(op, registry, requests, measured)
 
 
 def _is_outranked(remembered: Decision, op: AttentionOp, requests: tuple[Request, ...], registry: Registry) -> bool:

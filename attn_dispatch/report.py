@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
+from attn_dispatch import context
 from attn_dispatch.capability import Reason
 from attn_dispatch.errors import NoBackendError
 from attn_dispatch.frontend import Binding
@@ -13,6 +14,10 @@ from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.passes import canonicalise
 from attn_dispatch.registry import Registry
 from attn_dispatch.selection.decide import Request, decide, ranked
+from attn_dispatch.selection.pins import current_pins
+from attn_dispatch.selection.store import explain_miss
+from attn_dispatch.selection.tuned import Tuned, find, store
+from attn_dispatch.settings import settings
 
 __all__ = ["Report", "explain_op", "make_report"]
 
@@ -25,6 +30,7 @@ class Report:
         op: the canonical op. passes: ``(pass, op after it)`` for each that changed it. chosen: the candidate's name,
             empty when nothing can run it. source, why: where the choice comes from. legal: candidates that could run
             it, with the estimate in microseconds, best first. refused: reasons by candidate (``"name >"``: a rewrite).
+        measured: medians in microseconds by candidate, where the tuner measured this op.
         error: the message of the `NoBackendError` that the call would raise.
     """
 
@@ -37,6 +43,7 @@ class Report:
     legal: tuple[tuple[str, float], ...]
     refused: dict[str, tuple[Reason, ...]]
     error: str = ""
+    measured: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"asked     {self.op}", f"features  {', '.join(sorted(self.op.features))}"]
@@ -45,12 +52,13 @@ class Report:
         if self.error:
             return "\n".join([*lines, "", self.error])
         lines += [f"chosen    {self.chosen}   ({self.source}: {self.why})", ""]
-        best = self.legal[0][1] if self.legal else 0.0
+        best = min((us for _, us in self.legal), default=0.0)
         width = max([len(name) for name, _ in self.legal] + [len(n) for n in self.refused if " > " not in n] + [8])
         for name, time_us in self.legal:
             mark = "*" if name == self.chosen else " "
             ratio = f"{time_us / best:.2f}x the best" if best else ""
-            lines.append(f"{mark} {name:<{width}}  {time_us:>12,.0f} us estimated   {ratio}".rstrip())
+            took = f"{self.measured[name]:>12,.0f} us measured" if name in self.measured else ""
+            lines.append(f"{mark} {name:<{width}}  {time_us:>12,.0f} us estimated   {ratio:<15} {took}".rstrip())
         for name, reasons in self.refused.items():
             if " > " in name:
                 continue  # a refused chain says what its backend says; its plain form or its rewrite is listed
@@ -68,6 +76,7 @@ class Report:
             "notes": list(self.notes),
             "passes": [name for name, _ in self.passes],
             "legal": [{"name": name, "estimated_us": round(time_us, 1)} for name, time_us in self.legal],
+            "measured_us": dict(self.measured),
             "refused": {
                 name: [{"code": r.code, "field": r.field, "text": str(r)} for r in reasons]
                 for name, reasons in self.refused.items()
@@ -87,12 +96,28 @@ def explain_op(
     """The report of an op that is given as such, from YAML or the command line."""
     op, trace = canonicalise(described)
     passes = tuple((step.name, str(step.after)) for step in trace)
+    said = list(notes)
+
+    def measured(asked: AttentionOp) -> Tuned | None:
+        mode = context.surrounding().autotune or settings().autotune
+        if mode == "off":
+            return None
+        found = find(op, registry)
+        if isinstance(found, Tuned):
+            return found
+        why = found if found.reasons != ("no entry",) or mode == "cached" else explain_miss(store(), op)
+        said.append(f"not tuned: {why}")
+        return None
+
+    wishes = (*requests, *current_pins().requests(op, context.current_layer.get()))
     try:
-        decision = decide(op, registry, requests)
+        decision = decide(op, registry, wishes, measured)
     except NoBackendError as error:
         legal, refused = ranked(op, registry)
         named = tuple((c.name, us) for c, us in legal)
-        return Report(op, passes, tuple(notes), "", "", "", named, refused, str(error))
+        return Report(op, passes, tuple(said), "", "", "", named, refused, str(error))
     named = tuple((c.name, us) for c, us in decision.legal)
-    said = (*notes, *decision.notes)
-    return Report(op, passes, said, decision.chosen.name, decision.source, decision.why, named, decision.refused)
+    return Report(
+        op, passes, (*said, *decision.notes), decision.chosen.name, decision.source, decision.why, named,
+        decision.refused, measured=decision.measured_us,
+    )  # fmt: skip

@@ -21,6 +21,7 @@ import torch
 
 from attn_dispatch.backend import Run
 from attn_dispatch.registry.discover import on_reset
+from attn_dispatch.selection.tuned import on_change
 
 __all__ = ["PythonGuard", "Route", "Routes", "make_guard"]
 
@@ -134,3 +135,4 @@ class Routes:
 routes = Routes()
 os.register_at_fork(after_in_child=routes.renew_lock)
 on_reset.append(routes.clear)
+on_change.append(routes.clear)

@@ -3,6 +3,7 @@
 ========================  ==============================================================================
 ``ATTN_DISPATCH_CONFIG``  configuration files to use instead of the search, separated like ``PATH``
 ``ATTN_DISPATCH_CACHE``   folder of the tuned store; the user's cache folder when it is not set
+``ATTN_DISPATCH_AUTOTUNE``  ``off cached on force assert``, what `dispatch.use` does not say; ``cached`` when not set
 ========================  ==============================================================================
 """
 
@@ -10,10 +11,15 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Settings", "settings"]
+from attn_dispatch.errors import ConfigError
+
+__all__ = ["AUTOTUNE_MODES", "Settings", "child_environment", "settings"]
+
+AUTOTUNE_MODES = ("off", "cached", "on", "force", "assert")  # see attn_dispatch.selection.tuned
 
 
 @dataclass(frozen=True)
@@ -21,12 +27,19 @@ class Settings:
     """What the environment says.
 
     Args:
-        config_files: configuration files that exist, strongest first.
-        cache_dir: where tuned results are kept.
+        config_files: configuration files, strongest first: those of ``ATTN_DISPATCH_CONFIG`` whether they exist or not,
+            so that a wrong path is noticed; else those of the search that exist.
+        cache_dir: where tuned results are kept; None when there is no place.
+        autotune: the mode outside `dispatch.use`.
+        shipped: those of ``config_files`` that come with this package.
+        is_given: ``ATTN_DISPATCH_CONFIG`` names the files, and nothing else is searched.
     """
 
     config_files: tuple[Path, ...]
-    cache_dir: Path
+    cache_dir: Path | None
+    autotune: str = "cached"
+    shipped: tuple[Path, ...] = ()
+    is_given: bool = False
 
 
 @functools.cache
@@ -34,13 +47,31 @@ def settings() -> Settings:
     """The settings of this process; the environment is read at the first call and not again."""
     import platformdirs
 
-    given = os.environ.get("ATTN_DISPATCH_CONFIG")
-    if given:
-        places = [Path(part) for part in given.split(os.pathsep) if part]
-    else:
-        shipped = Path(__file__).parent.parent / "configs"
-        places = [Path("attn_dispatch.yaml"), platformdirs.user_config_path("attn_dispatch") / "attn_dispatch.yaml"]
-        places += sorted(shipped.glob("*.yaml"))
     cache = os.environ.get("ATTN_DISPATCH_CACHE")
     cache_dir = Path(cache) if cache else platformdirs.user_cache_path("attn_dispatch")
-    return Settings(tuple(path for path in places if path.is_file()), cache_dir)
+    mode = os.environ.get("ATTN_DISPATCH_AUTOTUNE", "cached")
+    if mode not in AUTOTUNE_MODES:
+        known = ", ".join(AUTOTUNE_MODES)
+        raise ConfigError(f"ATTN_DISPATCH_AUTOTUNE={mode!r} is no mode; there are {known}")
+    # without a home the path stays relative ("~/..."), and nothing must be written there
+    usable = cache_dir if cache or cache_dir.is_absolute() else None
+    given = os.environ.get("ATTN_DISPATCH_CONFIG")
+    if given:
+        return Settings(tuple(Path(part) for part in given.split(os.pathsep) if part), usable, mode, is_given=True)
+    own = [Path("attn_dispatch.yaml"), platformdirs.user_config_path("attn_dispatch") / "attn_dispatch.yaml"]
+    shipped = tuple(sorted(_shipped_folder().glob("*.yaml")))
+    return Settings((*(path for path in own if path.is_file()), *shipped), usable, mode, shipped)
+
+
+def child_environment() -> dict[str, str]:
+    """The environment for a child process that imports what this process can import."""
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(part for part in sys.path if part)}
+
+
+def _shipped_folder() -> Path:
+    """``configs/`` in this package. In the repository it is a link to the folder beside the package, and a checkout
+    that cannot hold links has only that one."""
+    package = Path(__file__).parent
+    if not (package / "configs").is_dir() and (package.parent / "pyproject.toml").is_file():
+        return package.parent / "configs"
+    return package / "configs"

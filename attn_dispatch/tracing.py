@@ -2,8 +2,9 @@
 
 ==================  ============================================================================================
 torch.compile       what torch's SDPA does as asked is traced as SDPA, so Inductor sees it and one graph serves all
-                    lengths; everything else is the opaque operator ``attn_dispatch::attention``, which dispatches
-                    at run time as an eager call would
+                    lengths; everything else, and everything once somebody has chosen (`dispatch.use`, a pin, a
+                    tuned result, a mode that measures), is the opaque operator ``attn_dispatch::attention``, which
+                    dispatches at run time as an eager call would
 torch.export        SDPA where it does what was asked, otherwise the specification in plain ATen ops: portable
 ONNX export         always the specification: exporters and runtimes disagree about SDPA's masks, dead rows and scales
 vmap, grad, jvp     an ordinary call whose op says ``traced`` and ``higher_order``; backends that cannot, refuse
@@ -50,6 +51,14 @@ def _is_sdpa(query: Any, attn_mask: Any, is_causal: Any, scale: Any, layout: Any
     return attn_mask.dtype == torch.bool or attn_mask.dtype == query.dtype
 
 
+@torch.compiler.assume_constant_result
+def _somebody_chose() -> bool:
+    """Whether a file or an earlier measurement may choose: read once, while the graph is traced."""
+    from attn_dispatch.selection.tuned import may_choose
+
+    return may_choose()
+
+
 def compiled(
     query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any,
     window: Any, softcap: Any, bias: Any, sinks: Any, query_lengths: Any, key_lengths: Any, q_offset: Any,
@@ -61,7 +70,7 @@ def compiled(
               return_weights, backend, context.in_use)  # fmt: skip
     grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
     refused = grouped and enable_gqa is False  # by the frontend, inside the operator: Dynamo cannot raise our errors
-    if not refused and _is_sdpa(query, attn_mask, is_causal, scale, layout, extras):
+    if not refused and not _somebody_chose() and _is_sdpa(query, attn_mask, is_causal, scale, layout, extras):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
         )

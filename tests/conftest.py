@@ -1,7 +1,14 @@
 """What every test file shares: one hypothesis profile. No deadline, since the machine is shared; the same examples
-every time, so that a failure on one machine is a failure on all."""
+every time, so that a failure on one machine is a failure on all. What was measured on this machine decides nothing in a
+test that does not ask for it."""
 
 from __future__ import annotations
+
+import os
+import tempfile
+
+os.environ["ATTN_DISPATCH_AUTOTUNE"] = "off"
+os.environ["ATTN_DISPATCH_CACHE"] = tempfile.mkdtemp(prefix="attn-dispatch-tests-")
 
 from hypothesis import HealthCheck, settings
 

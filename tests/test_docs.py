@@ -19,7 +19,8 @@ def blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_python_examples_run(page, capsys):
+def test_python_examples_run(page, capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # some write files
     for code in blocks(page):
         exec(compile(code, str(page), "exec"), {})
 

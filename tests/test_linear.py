@@ -740,3 +740,16 @@ def test_the_feature_maps_are_computed_in_float32():
     x = torch.full((1, 1, 1, 4), -7.0, dtype=torch.bfloat16)  # elu + 1 would be 0 in bfloat16, and the output too
     out = attend(x, x, torch.ones_like(x), LinearAttention(normalizer_eps=1e-12), backend="linear")
     assert out.float().mean().item() == pytest.approx(1.0, abs=1e-2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_op_with_a_state_can_be_sampled_and_called_again(kind):
+    from attn_dispatch.bench.calls import call_of, op_of
+    from attn_dispatch.selection.samples import make_sample
+
+    q, k, v = qkv(6)
+    before = attend(q, k, v, KINDS[kind], return_state=True).state
+    op = dispatch.explain(q, k, v, is_causal=True, variant=KINDS[kind], state=before, return_state=True).op
+    call = call_of(op, make_sample(op))
+    assert op_of(call) == op
+    assert torch.isfinite(dispatch.attention(*call.args, **call.kwargs).out).all()

@@ -29,6 +29,7 @@ from attn_dispatch.registry.discover import discover
 from attn_dispatch.routes import routes
 from attn_dispatch.selection.candidates import rebuild
 from attn_dispatch.selection.decide import Decision, Request, decide
+from attn_dispatch.selection.tuned import Tuned
 
 GOLDEN = Path(__file__).parent / "golden" / "no_backend_error.txt"
 
@@ -90,13 +91,18 @@ def op_of(sq: int = 4, skv: int = 4, d: int = 8, **changes: Any) -> AttentionOp:
 # --- precedence, by the numbers of decide's docstring ----------------------------------------------------------------
 
 
+def measured(*names: str) -> Any:
+    """A tuned lookup that knows these names for every op."""
+    return lambda op: Tuned(names, "measured")
+
+
 def chosen(requests: list[Request], tuned: Any = None, backends: tuple[Toy, ...] | None = None) -> Decision:
     toys = backends or (Toy("cheap", 1), Toy("middle", 5), Toy("dear", 9), Toy("never", 0.1, Limit("D", maximum=1)))
     return decide(op_of(), registry_of(*toys), requests, tuned)
 
 
 def test_1_the_calls_argument_comes_first():
-    made = chosen([Request(("dear",), "backend="), Request(("middle",), "dispatch.use")], lambda op: ["middle"])
+    made = chosen([Request(("dear",), "backend="), Request(("middle",), "dispatch.use")], measured("middle"))
     assert (made.chosen.name, made.source) == ("dear", "backend=")
 
 
@@ -109,23 +115,23 @@ def test_1_the_calls_argument_comes_before_dispatch_use_in_a_call(install):
 
 def test_2_dispatch_use_comes_before_pins_and_the_store():
     requests = [Request(("middle",), "dispatch.use"), Request(("dear",), "pin a.yaml:1", require=False)]
-    made = chosen(requests, lambda op: ["dear"])
+    made = chosen(requests, measured("dear"))
     assert (made.chosen.name, made.source) == ("middle", "dispatch.use")
 
 
 def test_3_pins_come_in_order_and_before_the_store():
     requests = [Request((name,), f"pin {name}", require=False) for name in ("middle", "dear")]
-    assert chosen(requests, lambda op: ["dear"]).source == "pin middle"
+    assert chosen(requests, measured("dear")).source == "pin middle"
 
 
 def test_4_the_store_comes_before_the_heuristic():
-    made = chosen([], lambda op: ["dear", "cheap"])
+    made = chosen([], measured("dear", "cheap"))
     assert (made.chosen.name, made.source) == ("dear", "tuned")
 
 
 def test_4_a_tuned_name_that_is_gone_or_refuses_gives_way_to_the_next():
-    assert chosen([], lambda op: ["gone", "never", "middle"]).chosen.name == "middle"
-    assert chosen([], lambda op: ["gone", "never"]).source == "heuristic"
+    assert chosen([], measured("gone", "never", "middle")).chosen.name == "middle"
+    assert chosen([], measured("gone", "never")).source == "heuristic"
     assert chosen([], lambda op: None).source == "heuristic"
 
 
@@ -143,7 +149,7 @@ def test_the_names_of_a_request_are_an_order_of_preference():
 @pytest.mark.parametrize("source", ["backend=", "dispatch.use", "pin a.yaml:3"])
 def test_an_explicit_request_never_falls_back(source):
     with pytest.raises(NoBackendError, match=f"never, asked for by {source}, cannot run this attention") as caught:
-        chosen([Request(("never",), source)], lambda op: ["cheap"])
+        chosen([Request(("never",), source)], measured("cheap"))
     assert [r.code for r in caught.value.refusals["never"]] == ["limit"]
     assert "head_dim 8 > 1" in str(caught.value)
     assert "backend='cheap'" in str(caught.value)
@@ -151,7 +157,7 @@ def test_an_explicit_request_never_falls_back(source):
 
 def test_a_preference_falls_through_to_the_next_source_and_says_why():
     registry.reset(registry.current())  # what was said before counts no more
-    for tuned, want in ((lambda op: ["dear"], "tuned"), (None, "heuristic")):
+    for tuned, want in ((measured("dear"), "tuned"), (None, "heuristic")):
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             made = chosen([Request(("never",), "pin a.yaml:3", require=False)], tuned)
@@ -275,7 +281,7 @@ def test_a_capability_is_checked_again_on_the_true_shape_of_a_bucket(install):
     q = x(1)
     names = {n: dispatch.plan(q, x(n), x(n)).name for n in (64, 40, 41, 48, 63)}
     assert names == {64: "picky", 40: "picky", 41: "spare", 48: "picky", 63: "spare"}
-    assert "picky declines this shape of its bucket" in str(dispatch.plan(q, x(41), x(41)))
+    assert "picky cannot run this shape of its bucket" in str(dispatch.plan(q, x(41), x(41)))
 
 
 def test_a_backend_for_multiples_of_8_gets_no_other_head_dim(install):
@@ -382,7 +388,7 @@ def test_use_is_seen_by_its_own_thread_alone(install):
     [
         ({"backend": "nope"}, UnknownBackendError, "no backend 'nope'"),
         ({"backend": []}, InputError, "non-empty list"),
-        ({"autotune": "always"}, InputError, "autotune must be one of off, cached, on, got 'always'"),
+        ({"autotune": "always"}, InputError, "autotune must be one of off, cached, on, force, assert, got 'always'"),
     ],
 )
 def test_use_names_what_is_wrong_and_changes_nothing(install, arguments, kind, words):

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from attn_dispatch.bench.cases import CASES, GROWING_STEPS, Case
-from attn_dispatch.bench.timing import interleaved
+from attn_dispatch.selection.timing import interleaved
 
 __all__ = ["Row", "import_cost_ms", "run_bench", "run_case"]
 

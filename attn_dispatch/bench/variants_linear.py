@@ -16,8 +16,8 @@ import torch.nn.functional as F
 
 from attn_dispatch import variants
 from attn_dispatch.bench.cases import Case, Contenders, make_qkv
-from attn_dispatch.bench.timing import interleaved
 from attn_dispatch.dispatch import attention
+from attn_dispatch.selection.timing import interleaved
 
 __all__ = ["CASES", "fla_naive", "measure_slopes", "slope"]
 

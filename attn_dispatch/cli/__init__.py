@@ -5,7 +5,10 @@
 ``backends``    what each backend can do, from its declared facts
 ``explain``     what would run an op, given by flags or a file, and why
 ``demo``        two real models through the dispatcher, compared with eager and with SDPA
-``bench``       ratios to torch's SDPA, measured here
+``tune``        measure the ops of workloads here, and write a lock file
+``cache``       the store of what was measured: ls, show, clear, merge, export
+``pins``        pin files: schema, check, show, diff
+``bench``       ours beside SDPA, its best forms by hand and other libraries, measured here
 ==============  ====================================================================================
 """
 
@@ -15,6 +18,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from attn_dispatch.cli import cache, pins
 
 __all__ = ["main"]
 
@@ -101,14 +106,45 @@ def demo_command(
 
 @app.command("bench")
 def bench_command(
-    json_path: Annotated[Path | None, typer.Option("--json", help="Also write the results as JSON here.")] = None,
-    only: Annotated[str | None, typer.Option("--only", help="Run cases whose name contains this.")] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds per case.")] = 15,
+    suite: Annotated[str, typer.Argument(help="main, core, a workload file or a folder of them.")] = "main",
+    only: Annotated[str | None, typer.Option("--only", help="Run rows whose name contains this.")] = None,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds per row.")] = 15,
+    seconds: Annotated[float, typer.Option("--seconds", help="About so long per row, in 5 rounds at least.")] = 30.0,
+    peers: Annotated[str, typer.Option("--peers", help="all, none, or of flex,onnxruntime,openvino.")] = "all",
+    json_path: Annotated[Path | None, typer.Option("--json", help="Write every number as JSON here.")] = None,
+    markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the table as Markdown here.")] = None,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Draw the ratios here (PNG, SVG).")] = None,
 ) -> None:
-    """Ratios to torch's SDPA as given and in its best form, interleaved in one run."""
-    from attn_dispatch.bench.suite import run_bench
+    """Ours beside torch's SDPA, its best forms by hand and other libraries, verified and interleaved in one run."""
+    if suite == "core":
+        from attn_dispatch.bench.suite import run_bench
 
-    run_bench(json_path, only, rounds)
+        run_bench(json_path, only, rounds)
+        return
+    from attn_dispatch.bench.main import Wanted, run_suite
+    from attn_dispatch.bench.measure import Effort
+
+    wanted = Wanted(json_path, markdown, picture)
+    raise typer.Exit(run_suite(suite, only, Effort(rounds, seconds), peers, wanted))
+
+
+@app.command("tune")
+def tune_command(
+    workloads: Annotated[list[Path], typer.Argument(help="Workload files (dispatch.capture(), configs/workloads).")],
+    out: Annotated[Path | None, typer.Option("-o", "--out", help="Lock file to write, or to bring up to date.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Measure what the store has too.")] = False,
+    device: Annotated[str, typer.Option("--device", help="Tune the ops for this device type instead.")] = "",
+    limit_s: Annotated[float, typer.Option("--limit", help="Seconds for a candidate in its own process.")] = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the ops of workloads on this machine; Ctrl-C keeps what is done."""
+    from attn_dispatch.cli.tune import run
+
+    raise typer.Exit(run(workloads, out, force, device, limit_s, as_json))
+
+
+app.add_typer(cache.app, name="cache")
+app.add_typer(pins.app, name="pins")
 
 
 if __name__ == "__main__":

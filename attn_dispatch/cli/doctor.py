@@ -51,7 +51,12 @@ def examine() -> dict[str, Any]:
         "rewrites": [{"name": name, "distribution": registry.origins[name]} for name in registry.rewrites],
         "quarantined": [vars(entry) for entry in registry.quarantined],
         "config_files": [str(path) for path in settings().config_files],
-        "cache_dir": {"path": str(cache), "exists": cache.is_dir(), "writable": _writable(cache)},
+        "autotune": settings().autotune,
+        "cache_dir": {
+            "path": str(cache) if cache is not None else "none: there is no home folder",
+            "exists": cache is not None and cache.is_dir(),
+            "writable": cache is not None and _writable(cache),
+        },
         "problems": problems(),
     }
 

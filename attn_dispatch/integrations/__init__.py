@@ -1,11 +1,11 @@
-"""Other libraries' models through the dispatcher: `transformers`, and any model that calls torch's SDPA (`sdpa`)."""
+"""Other libraries' models through the dispatcher: `transformers`, models that call torch's SDPA (`sdpa`), `layers`."""
 
 from __future__ import annotations
 
 import importlib
 from typing import Any
 
-__all__ = ["sdpa", "transformers"]
+__all__ = ["layers", "sdpa", "transformers"]
 
 
 def __getattr__(name: str) -> Any:

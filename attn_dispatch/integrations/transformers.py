@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from attn_dispatch.capture import current_layer
+from attn_dispatch.context import at_layer
 from attn_dispatch.dispatch import attention
 from attn_dispatch.errors import InputError
 from attn_dispatch.ir.atoms import Causal, Columns, Full, KeyLengths, SameBlock, Segments, Window
@@ -287,14 +287,11 @@ def attention_forward(
         problem = f"{type(module).__name__} hands {names} to attention, which attn_dispatch does not know"
         raise InputError(problem, remedy='attn_implementation="sdpa" or "eager" for this model')
     mask, q_offset, causal = _mask_arguments(module, query, key, attention_mask, is_causal)
-    token = current_layer.set(_layer_name(module))
-    try:
+    with at_layer(_layer_name(module)):
         result = attention(
             query, key, value, mask, dropout, causal, scaling, None, q_offset=q_offset, softcap=softcap,
             sinks=s_aux if s_aux is not None else sinks, bias=position_bias, return_weights=output_attentions,
         )  # fmt: skip
-    finally:
-        current_layer.reset(token)
     out, weights = (result.out, result.weights) if output_attentions else (result, None)
     return out.transpose(1, 2), weights
 

@@ -53,6 +53,7 @@ class Registry:
 
     Args:
         backends, rewrites: by name. origins: distribution and version by backend or rewrite name.
+        configs: paths of configuration files that plugins bring.
     """
 
     backends: dict[str, Backend] = field(default_factory=dict)
@@ -60,6 +61,7 @@ class Registry:
     origins: dict[str, str] = field(default_factory=dict)
     quarantined: tuple[Quarantined, ...] = ()
     known_bad: tuple[dict[str, Any], ...] = ()
+    configs: tuple[str, ...] = ()
 
     def is_builtin(self, name: str) -> bool:
         """Whether a backend or rewrite comes from this distribution; what has no origin is a stranger's."""
@@ -151,6 +153,7 @@ class _Collector:
         self.rewrites: dict[str, tuple[Rewrite, str]] = {}
         self.contested: dict[str, str] = {}  # names that two strangers claimed, with the first claimant
         self.known_bad: list[dict[str, Any]] = []
+        self.configs: list[str] = []
         self.quarantined: list[Quarantined] = []
 
     def load(self, name: str, origin: str, get: Callable[[], Any]) -> None:
@@ -166,6 +169,7 @@ class _Collector:
             backends = [b for part in manager.hook.attn_dispatch_backends() for b in part]
             rewrites = [r for part in manager.hook.attn_dispatch_rewrites() for r in part]
             known_bad = [e for part in manager.hook.attn_dispatch_known_bad() for e in part]
+            configs = [str(path) for part in manager.hook.attn_dispatch_configs() for path in part]
             for backend in backends:
                 _validate(backend, Backend)
             for rewrite in rewrites:
@@ -183,6 +187,7 @@ class _Collector:
         for rewrite in rewrites:
             self._take(rewrite, self.rewrites, origin)
         self.known_bad += known_bad
+        self.configs += configs
 
     def _take(self, thing: Any, table: dict[str, tuple[Any, str]], origin: str) -> None:
         name = thing.name
@@ -214,6 +219,7 @@ class _Collector:
             origins,
             tuple(self.quarantined),
             tuple(self.known_bad),
+            tuple(self.configs),
         )
 
 

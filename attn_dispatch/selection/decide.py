@@ -17,8 +17,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from attn_dispatch.capability import Reason
 from attn_dispatch.errors import FallbackWarning, NoBackendError
@@ -27,6 +28,9 @@ from attn_dispatch.registry import Registry
 from attn_dispatch.registry.discover import on_reset
 from attn_dispatch.selection.candidates import Candidate, enumerate_candidates, parse_name
 from attn_dispatch.selection.heuristics import estimate_us
+
+if TYPE_CHECKING:
+    from attn_dispatch.selection.tuned import Tuned
 
 __all__ = ["Decision", "Request", "decide", "ranked"]
 
@@ -39,11 +43,13 @@ class Request:
         names: backends or chains, in order of preference.
         source: who asked, for `explain`: ``"call argument"``, ``"dispatch.use"``, ``"pin configs/x.yaml:4"``.
         require: never fall back.
+        avoid: backends or chains that must not run, unless a stronger request names them; a request may say only this.
     """
 
     names: tuple[str, ...]
     source: str
     require: bool = True
+    avoid: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -57,6 +63,7 @@ class Decision:
         legal: all candidates that could run it, best first, with the estimate in microseconds.
         refused: reasons by candidate name; rewrites that do not apply stand under their own name.
         notes: preferences that could not be met.
+        ranking: names as the tuner ranks them, best first; those that are barred left out. measured_us: their medians.
     """
 
     chosen: Candidate
@@ -65,10 +72,12 @@ class Decision:
     legal: tuple[tuple[Candidate, float], ...]
     refused: dict[str, tuple[Reason, ...]] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = ()
+    ranking: tuple[str, ...] = ()
+    measured_us: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
-# Tuned results: op -> candidate names, best first; None for a miss. The store (issue 3) plugs in here.
-TunedLookup = Callable[[AttentionOp], Sequence[str] | None]
+# What was measured for an op, best first; None for a miss. `attn_dispatch.selection.tuned` answers.
+TunedLookup = Callable[[AttentionOp], "Tuned | None"]
 
 _said: dict[str, None] = {}  # reasons that were warned of, once each; a new registry starts anew
 _MAX_SAID = 1024
@@ -132,18 +141,34 @@ def decide(
         reasons = {n: refused.get(n, ()) for n in request.names}
         if request.require:
             raise NoBackendError(_report(op, request, reasons, legal), {n: list(r) for n, r in reasons.items()})
-        notes.append(f"{request.source} prefers {', '.join(request.names)}, which cannot run it: {_brief(reasons)}")
-        _warn_once(notes[-1])
+        if request.names:
+            asked = ", ".join(request.names)
+            notes.append(f"{request.source} prefers {asked}, which cannot run it: {_brief(reasons)}")
+            _warn_once(notes[-1])
+        legal, barred = _without(request, legal)
+        refused |= barred
     if not legal:
         alone = {n: r for n, r in refused.items() if ">" not in n}
         raise NoBackendError(_report(op, None, alone, legal), {n: list(r) for n, r in refused.items()})
+    measured = tuned(op) if tuned is not None else None
+    found, source, why = legal[0][0], "heuristic", f"lowest estimate, {legal[0][1]:.0f} us"
+    if measured is None:
+        return Decision(found, source, why, tuple(legal), refused, tuple(notes))
+    ranking = tuple(name for name in measured.names if not any(r.code == "barred" for r in refused.get(name, ())))
     by_name = {c.name: c for c, _ in legal}
-    for name in (tuned(op) if tuned is not None else None) or ():
-        if name in by_name:
-            return Decision(by_name[name], "tuned", "fastest measured", tuple(legal), refused, tuple(notes))
-    best, time_us = legal[0]
-    why = f"lowest estimate, {time_us:.0f} us"
-    return Decision(best, "heuristic", why, tuple(legal), refused, tuple(notes))
+    if name := next((name for name in ranking if name in by_name), None):
+        why = measured.why if name == measured.names[0] else f"{measured.names[0]} cannot run it; next measured"
+        found, source = by_name[name], measured.source
+    return Decision(found, source, why, tuple(legal), refused, tuple(notes), ranking, measured.measured_us)
+
+
+def _without(
+    request: Request, legal: Sequence[tuple[Candidate, float]]
+) -> tuple[list[tuple[Candidate, float]], dict[str, tuple[Reason, ...]]]:
+    """The legal candidates that a request does not bar, and the reason for those that it does."""
+    why: tuple[Reason, ...] = (Reason("barred", "avoid", text=f"barred by {request.source}"),)
+    barred = {c.name: why for c, _ in legal if c.name in request.avoid or c.backend.name in request.avoid}
+    return [(c, us) for c, us in legal if c.name not in barred], barred
 
 
 def _matching(name: str, legal: Sequence[tuple[Candidate, float]], registry: Registry) -> Candidate | None:

@@ -1,0 +1,150 @@
+"""`attn-dispatch bench`: which suite, which rows, and what is written. Nothing here asserts a time."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+import attn_dispatch
+from attn_dispatch.bench.measure import Effort, Row, label, measure
+from attn_dispatch.bench.peers import PEERS
+from attn_dispatch.bench.picture import draw
+from attn_dispatch.bench.report import Report, columns, environment
+from attn_dispatch.capture import Use, Workload
+from attn_dispatch.errors import AttnDispatchError, InputError
+
+__all__ = ["Job", "Wanted", "jobs_of", "peers_named", "run_suite", "workload_folder"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A row to measure: its name, and the op with its count and layers."""
+
+    name: str
+    use: Use
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What is to be written beside the table on the screen; None is not."""
+
+    json: Path | None = None
+    markdown: Path | None = None
+    picture: Path | None = None
+
+
+def workload_folder() -> Path:
+    """The workload files that come with this package, suite ``main``."""
+    package = Path(attn_dispatch.__file__).parent
+    places = (package / "configs" / "workloads", package.parent / "configs" / "workloads")
+    return next((place for place in places if place.is_dir()), places[0])
+
+
+def jobs_of(suite: str, only: str | None = None) -> list[Job]:
+    """The rows of a suite.
+
+    Args:
+        suite: ``"main"``, a workload file, or a folder of them. only: rows whose name contains this.
+
+    Raises:
+        InputError: no such suite or file, or a file that is no workload.
+    """
+    place = workload_folder() if suite == "main" else Path(suite)
+    files = sorted(place.glob("*.yaml")) if place.is_dir() else [place]
+    if suite != "main" and not place.exists():
+        problem = f"there is no suite {suite!r} and no such file"
+        raise InputError(problem, remedy="main, core, a workload file (dispatch.capture) or a folder of them")
+    if not files:
+        raise InputError(f"{place} holds no workload files (*.yaml)")
+    jobs = [Job(f"{file.stem} {label(use.op)}", use) for file in files for use in Workload.load(file).ops()]
+    return [job for job in jobs if not only or only in job.name]
+
+
+def peers_named(text: str) -> tuple[str, ...]:
+    """``"all"``, ``"none"`` or names with commas between.
+
+    Raises:
+        InputError: a name that is no peer.
+
+    Example:
+        >>> peers_named("flex, onnxruntime")
+        ('flex', 'onnxruntime')
+    """
+    if text in ("all", "none", ""):
+        return tuple(PEERS) if text == "all" else ()
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if name not in PEERS:
+            raise InputError(f"--peers {name!r} is no peer", remedy=f"all, none, or of {', '.join(PEERS)}")
+    return names
+
+
+def run_suite(
+    suite: str, only: str | None = None, effort: Effort | None = None, peers: str = "all", wanted: Wanted | None = None
+) -> int:
+    """Measure a suite and print its table.
+
+    Args:
+        suite, only: see `jobs_of`. peers: see `peers_named`. wanted: files to write.
+
+    Returns:
+        The exit code: 0, or 130 when it was interrupted, with all rows until then printed and written.
+    """
+    wanted = wanted or Wanted()
+    console = Console(width=None if sys.stdout.isatty() else 190)  # a pipe would be cut at 80 columns
+    jobs, names = jobs_of(suite, only), peers_named(peers)
+    report = Report(suite, environment())
+    try:
+        for number, job in enumerate(jobs, 1):
+            _measure_one(f"{number} of {len(jobs)}", job, effort or Effort(), names, report, console)
+            _write_json(report, wanted)  # after every row: a run that is killed leaves what it has
+        report.is_whole = True
+    except KeyboardInterrupt:
+        console.print("interrupted: what follows is what was measured until then", markup=False)
+    _show(report, console)
+    _write_json(report, wanted)
+    if wanted.markdown is not None:
+        wanted.markdown.write_text(report.markdown(), encoding="utf-8")
+    if wanted.picture is not None:
+        draw(report, wanted.picture)
+    return 0 if report.is_whole else 130
+
+
+def _measure_one(
+    place: str, job: Job, effort: Effort, peers: tuple[str, ...], report: Report, console: Console
+) -> None:
+    if not console.is_terminal:  # where a status line cannot be seen
+        console.print(f"{place}: {job.name}", markup=False, highlight=False)
+    with console.status(f"{place}: {job.name}"):
+        try:
+            row = measure(job.name, job.use.op, effort, peers)
+        except (AttnDispatchError, RuntimeError, ValueError, MemoryError) as error:
+            report.problems.append((job.name, f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"))
+            return
+    report.rows.append(_with_counts(row, job.use))
+
+
+def _write_json(report: Report, wanted: Wanted) -> None:
+    if wanted.json is not None:
+        wanted.json.write_text(report.to_json(), encoding="utf-8")
+
+
+def _with_counts(row: Row, use: Use) -> Row:
+    return Row(row.name, row.op, row.chosen, row.source, row.lines, row.rounds, use.count, len(use.layers))
+
+
+def _show(report: Report, console: Console) -> None:
+    place = report.place
+    title = f"suite {report.suite}: {place['device']}, {place['threads']} threads, torch {place['libraries']['torch']}"
+    table = Table(title=title)
+    for head, side in columns():
+        table.add_column(head, justify="left" if side == "left" else "right", overflow="fold")
+    for cells in report.cells():
+        table.add_row(*cells)
+    console.print(table)
+    for line in report.closing():
+        console.print(line, markup=False, highlight=False)

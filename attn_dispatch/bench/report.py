@@ -1,0 +1,216 @@
+"""What a run of a suite says: a table for a terminal, the same in Markdown, and JSON with every number."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from attn_dispatch.bench.measure import Row
+from attn_dispatch.device import facts
+
+__all__ = ["Report", "Summary", "environment", "geomean"]
+
+HEADS = ("op", "ours", "chosen", "over SDPA", "over its best form", "best peer", "over it", "regret", "regret to all")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """A suite in numbers: geometric means of ratios, and of regret its mean and worst with the row that has it.
+
+    ``regret_torch`` is against our own candidates and torch by hand, ``regret`` against other libraries too.
+    """
+
+    rows: int
+    over_given: float | None
+    over_best: float | None
+    regret_torch: float | None
+    worst_regret_torch: float | None
+    worst_row_torch: str
+    regret: float | None
+    worst_regret: float | None
+    worst_row: str
+
+
+@dataclass
+class Report:
+    """The rows measured so far, and where.
+
+    Args:
+        suite: its name. place: see `environment`. rows: in order. problems: rows that could not be measured, with why.
+        is_whole: whether the run reached its end.
+    """
+
+    suite: str
+    place: dict[str, Any] = field(default_factory=dict)
+    rows: list[Row] = field(default_factory=list)
+    problems: list[tuple[str, str]] = field(default_factory=list)
+    is_whole: bool = False
+
+    def summary(self) -> Summary:
+        """The means and the worst."""
+
+        def worst(name: str) -> tuple[float | None, str]:
+            found = [(value, row.name) for row in self.rows if (value := getattr(row, name)) is not None]
+            return max(found, default=(None, ""))
+
+        def mean_regret(name: str) -> float | None:
+            mean = geomean(1.0 + value for row in self.rows if (value := getattr(row, name)) is not None)
+            return None if mean is None else mean - 1.0
+
+        return Summary(
+            len(self.rows),
+            geomean(row.over_given for row in self.rows),
+            geomean(row.over_best for row in self.rows),
+            mean_regret("regret_torch"),
+            *worst("regret_torch"),
+            mean_regret("regret"),
+            *worst("regret"),
+        )
+
+    def cells(self) -> list[tuple[str, ...]]:
+        """The table, one tuple of `HEADS` per row."""
+        return [_cells(row) for row in self.rows]
+
+    def closing(self) -> list[str]:
+        """The lines under the table."""
+        found = self.summary()
+        lines = [
+            f"geometric mean of {found.rows} ops: {_times(found.over_given)} over SDPA as given, "
+            f"{_times(found.over_best)} over its best form by hand",
+            f"regret to our candidates and torch by hand: mean {_percent(found.regret_torch)}, "
+            f"worst {_percent(found.worst_regret_torch)} ({found.worst_row_torch})",
+            f"regret to all, other libraries too: mean {_percent(found.regret)}, "
+            f"worst {_percent(found.worst_regret)} ({found.worst_row})",
+        ]
+        for row in self.rows:
+            lines += [
+                f"{row.name}: {line.name} {line.note}"
+                for line in row.lines
+                if line.note.startswith(("wrong", "failed")) or (line.kind == "ours" and line.note)
+            ]
+        lines += [f"{name}: not measured: {why}" for name, why in self.problems]
+        return lines + ([] if self.is_whole else ["stopped before the end"])
+
+    def markdown(self) -> str:
+        """The table and what stands under it, for docs/benchmarks.md."""
+        place = self.place
+        libraries = ", ".join(f"{name} {version}" for name, version in place.get("libraries", {}).items())
+        head = f"Measured on {place.get('when')}: {place.get('device')}, {place.get('threads')} threads, {libraries}."
+        lines = [head, "", f"| {' | '.join(HEADS)} |", f"|{'---|' * 3}{'---:|' * 2}---|{'---:|' * 3}"]
+        lines += [f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |" for cells in self.cells()]
+        return "\n".join([*lines, "", *(f"- {line}" for line in self.closing())]) + "\n"
+
+    def to_json(self) -> str:
+        """Everything: each contender of each op with median, spread and note."""
+        rows = [
+            {
+                "name": row.name,
+                "op": row.op.to_dict(),
+                "digest": row.op.digest(),
+                "count": row.count,
+                "layers": row.layers,
+                "chosen": row.chosen,
+                "source": row.source,
+                "rounds": row.rounds,
+                "over_given": row.over_given,
+                "over_best": row.over_best,
+                "over_peer": row.over_peer,
+                "regret_torch": row.regret_torch,
+                "regret": row.regret,
+                "contenders": [asdict(line) for line in row.lines],
+            }
+            for row in self.rows
+        ]
+        data = {
+            "schema": 1,
+            "suite": self.suite,
+            "is_whole": self.is_whole,
+            "environment": self.place,
+            "summary": asdict(self.summary()),
+            "rows": rows,
+            "problems": [{"name": name, "why": why} for name, why in self.problems],
+        }
+        return json.dumps(data, indent=2) + "\n"
+
+
+def environment(device: str = "cpu") -> dict[str, Any]:
+    """Where a run takes place: processor, threads, versions, and how busy the machine is when it starts."""
+    libraries = {"torch": str(torch.__version__)}
+    for name in ("attn-dispatch", "onnxruntime", "onnxruntime-gpu", "openvino"):
+        try:
+            libraries[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    here = facts(device)
+    load = round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
+    when = datetime.now(timezone.utc).isoformat(timespec="minutes")
+    return {
+        "when": when,
+        "device": here.name,
+        "arch": here.arch,
+        "capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "load": load,
+        "libraries": libraries,
+    }
+
+
+def geomean(values: Iterable[float | None]) -> float | None:
+    """The geometric mean of those that are there; None of none.
+
+    Example:
+        >>> geomean([1.0, None, 4.0])
+        2.0
+    """
+    known = [math.log(value) for value in values if value is not None and value > 0]
+    return math.exp(statistics.fmean(known)) if known else None
+
+
+# --- cells -----------------------------------------------------------------------------------------------------------
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    peer = row.fastest("peer")
+    chosen = row.chosen if row.source == "heuristic" else f"{row.chosen} ({row.source})"
+    return (
+        row.name,
+        _duration(row.ours_us) or next((line.note for line in row.lines if line.kind == "ours"), ""),
+        chosen,
+        _times(row.over_given),
+        _times(row.over_best),
+        "n/a" if peer is None else peer.name,
+        _times(row.over_peer),
+        _percent(row.regret_torch),
+        _percent(row.regret),
+    )
+
+
+def _duration(us: float | None) -> str:
+    if us is None:
+        return ""
+    for limit, factor, unit in ((1e3, 1.0, "us"), (1e6, 1e-3, "ms"), (math.inf, 1e-6, "s")):
+        if us < limit:
+            return f"{us * factor:.3g} {unit}" if us * factor < 100 else f"{us * factor:.0f} {unit}"
+    return ""
+
+
+def _times(ratio: float | None) -> str:
+    return "n/a" if ratio is None else f"{ratio:.2f}x"
+
+
+def _percent(part: float | None) -> str:
+    return "n/a" if part is None else f"{100 * part:.0f} %"
+
+
+def columns() -> Sequence[tuple[str, str]]:
+    """The heads, with the side to which a terminal aligns them."""
+    return [(head, "left" if head in ("op", "chosen", "best peer") else "right") for head in HEADS]

@@ -1,0 +1,219 @@
+"""``attn-dispatch tune``: measure the ops of workloads on this machine, and write a lock file."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+from attn_dispatch.capture import Use, Workload
+from attn_dispatch.errors import InputError, NoBackendError
+from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.registry import current
+from attn_dispatch.selection.decide import ranked
+from attn_dispatch.selection.environment import environment
+from attn_dispatch.selection.lock import entry_dict, lock_dict, read_lock, write_lock
+from attn_dispatch.selection.ranks import tune_together
+from attn_dispatch.selection.store import Entry
+from attn_dispatch.selection.tuned import stale, store
+from attn_dispatch.selection.tuner import Effort, Session
+
+__all__ = ["Outcome", "hardware_of", "provenance_of", "run", "tune_uses"]
+
+
+@dataclass
+class Outcome:
+    """What a run of the command has done so far.
+
+    Args:
+        entries: one per bucket, with the uses that fall into it. reused: how many were in the store already.
+        skipped: op and reason of what could not be tuned. interrupted: Ctrl-C ended it.
+    """
+
+    entries: list[tuple[Entry, Use]] = field(default_factory=list)
+    reused: int = 0
+    skipped: list[tuple[AttentionOp, str]] = field(default_factory=list)
+    interrupted: bool = False
+
+
+def run(files: Sequence[Path], out: Path | None, force: bool, device: str, limit_s: float, as_json: bool) -> int:
+    """Tune the workloads' ops, print what was found, and write the lock file.
+
+    Returns:
+        The exit code: 0, or 130 after Ctrl-C (what was done is kept and written).
+
+    Raises:
+        InputError: a file is no workload, or ``out`` holds pins, which would be lost.
+    """
+    console = Console(stderr=as_json, width=None if sys.stdout.isatty() else 150)  # a pipe would be cut at 80 columns
+    uses = _uses(files, device)
+    existing = read_lock(out) if out is not None and out.exists() else []
+    start = time.perf_counter()
+    outcome = tune_uses(uses, Session(Effort(limit_s=limit_s)), force, console)
+    seconds = time.perf_counter() - start
+    if as_json:
+        typer.echo(_json(outcome))
+    else:
+        console.print(_table(outcome))
+        console.print(_summary(outcome, seconds))
+    if out is not None and outcome.entries:
+        fresh = [entry_dict(entry, use.layers, use.count) for entry, use in outcome.entries if entry.ranking]
+        digests = {entry["digest"] for entry in fresh}
+        kept = [entry for entry in existing if entry.get("digest") not in digests]
+        by = " ".join(["attn-dispatch tune", *(str(file) for file in files)])
+        write_lock(out, lock_dict([*kept, *fresh], hardware_of(outcome.entries[0][0]), provenance_of(by, seconds)))
+        console.print(f"wrote {out}: {len(fresh)} ops measured, {len(kept)} kept from before")
+    return 130 if outcome.interrupted else 0
+
+
+def tune_uses(uses: Sequence[Use], session: Session, force: bool, console: Console) -> Outcome:
+    """Tune each op and keep it in the store at once, so that an end in between loses nothing.
+
+    Args:
+        uses: one per bucket. session: effort and what ops share. force: measure what the store has too.
+    """
+    outcome, registry = Outcome(), current()
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as progress:
+        task = progress.add_task("tuning", total=len(uses))
+        try:
+            for use in uses:
+                progress.update(task, description=_short(use.op))
+                known = store().get(use.op)
+                if isinstance(known, Entry) and not force and not stale(known.records, registry):
+                    outcome.entries.append((known, use))
+                    outcome.reused += 1
+                else:
+                    _tune_one(use, session, outcome)
+                progress.advance(task)
+        except KeyboardInterrupt:
+            outcome.interrupted = True
+    return outcome
+
+
+def _tune_one(use: Use, session: Session, outcome: Outcome) -> None:
+    if use.op.device == "cuda" and not torch.cuda.is_available():
+        outcome.skipped.append((use.op, "there is no CUDA device here"))
+        return
+    try:
+        entry = tune_together(use.op, current(), session)
+    except NoBackendError as error:
+        outcome.skipped.append((use.op, str(error).splitlines()[0]))
+        return
+    if entry is None or not entry.when:
+        outcome.skipped.append((use.op, "the ranks cannot tune together"))
+        return
+    store().put(entry)
+    outcome.entries.append((entry, use))
+    if not entry.ranking:
+        outcome.skipped.append(
+            (use.op, "no candidate passed: " + "; ".join(f"{r.name} {r.status}" for r in entry.records))
+        )
+
+
+def _uses(files: Sequence[Path], device: str) -> list[Use]:
+    """One use per bucket: the op that runs most often stands for its bucket, with the counts and layers of all."""
+    buckets: dict[AttentionOp, list[Use]] = {}
+    for file in files:
+        for use in Workload.load(file).ops():
+            op = _moved(use.op, device) if device else use.op
+            buckets.setdefault(op.bucketed(), []).append(Use(op, use.count, use.layers))
+    if not buckets:
+        raise InputError(f"{', '.join(map(str, files))}: no op to tune", remedy="dispatch.capture() writes workloads")
+    found = []
+    for uses in buckets.values():
+        layers = dict.fromkeys(layer for use in uses for layer in use.layers)
+        found.append(Use(max(uses, key=lambda use: use.count).op, sum(use.count for use in uses), tuple(layers)))
+    return found
+
+
+def _moved(op: AttentionOp, device: str) -> AttentionOp:
+    """The op on another device type."""
+    from dataclasses import replace
+
+    named = {name: replace(getattr(op, name), device=device) for name in ("query", "key", "value")}
+    return op.with_(**named, operands=tuple((n, replace(d, device=device)) for n, d in op.operands))
+
+
+def hardware_of(entry: Entry) -> dict[str, Any]:
+    """The machine of an entry, as the head of a lock file names it."""
+    place = entry.environment
+    hardware = {"device": place.device, "name": place.name, "arch": place.arch}
+    return hardware | ({"threads": place.threads} if place.threads else {})
+
+
+def provenance_of(by: str, seconds: float) -> dict[str, Any]:
+    """When, with what and by which command a lock file was measured."""
+    place = environment("cuda" if torch.cuda.is_available() else "cpu")
+    now = datetime.now(timezone.utc).date()
+    return {"when": now, "torch": place.torch, "driver": place.runtime or None, "seconds": round(seconds), "by": by}
+
+
+# --- what is printed -----------------------------------------------------------------------------------------------
+
+
+def _short(op: AttentionOp) -> str:
+    return f"{op.phase} q {list(op.query.shape)} k {list(op.key.shape)} {op.dtype}"
+
+
+def _gain(entry: Entry) -> float | None:
+    """How many times faster the choice is than what would run untuned."""
+    legal, _ = ranked(entry.measured, current())
+    untuned = entry.record(legal[0][0].name) if legal else None
+    best = entry.record(entry.winner)
+    if untuned is None or best is None or not untuned.median_us or not best.median_us:
+        return None
+    return untuned.median_us / best.median_us
+
+
+def _table(outcome: Outcome) -> Table:
+    table = Table(title=f"tuned on {_place(outcome)}" if outcome.entries else "nothing was tuned")
+    for column in ("op", "runs", "choice", "median", "spread", "over untuned", "why"):
+        table.add_column(column, justify="left" if column in ("op", "choice", "why") else "right", overflow="fold")
+    for entry, use in outcome.entries:
+        best = entry.record(entry.winner)
+        gain = _gain(entry)
+        times = ["-", "-"]
+        if best is not None and best.median_us is not None and best.spread_us is not None:
+            times = [f"{best.median_us:,.0f} us", f"{best.spread_us:,.0f} us"]
+        ratio = "-" if gain is None else f"{gain:.2f}x"
+        table.add_row(_short(entry.measured), str(use.count), entry.winner or "none", *times, ratio, entry.why)
+    return table
+
+
+def _place(outcome: Outcome) -> str:
+    place = outcome.entries[0][0].environment
+    return f"{place.name}, {place.threads} threads, torch {place.torch}"
+
+
+def _summary(outcome: Outcome, seconds: float) -> str:
+    lines = [f"{len(outcome.entries)} ops, {outcome.reused} from the store, {seconds:.0f} s"]
+    lines += [f"not tuned: {op}: {why}" for op, why in outcome.skipped]
+    lines += [f"failed: {name}" for name in _failures(entry for entry, _ in outcome.entries)]
+    lines += ["interrupted: what was done is kept"] if outcome.interrupted else []
+    return "\n".join(lines)
+
+
+def _failures(entries: Iterable[Entry]) -> list[str]:
+    bad = ("wrong", "crashed", "timeout", "memory", "error")
+    return [
+        f"{r.name} on {_short(e.measured)}: {r.status}, {r.note}" for e in entries for r in e.records if r.status in bad
+    ]
+
+
+def _json(outcome: Outcome) -> str:
+    import json
+
+    entries = [entry.to_dict() | {"count": use.count, "layers": list(use.layers)} for entry, use in outcome.entries]
+    skipped = [{"op": op.to_dict(), "why": why} for op, why in outcome.skipped]
+    return json.dumps({"entries": entries, "skipped": skipped, "interrupted": outcome.interrupted}, indent=1)

@@ -1,0 +1,95 @@
+"""Interleaved timing: every contender in every round, medians over rounds, so that a noisy machine hits all alike.
+
+The CPU is timed by `torch.utils.benchmark.Timer`, a CUDA device by one pair of events per iteration with a cold L2
+cache, as `triton.testing.do_bench` does.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch.utils.benchmark import Timer
+
+__all__ = ["POLICY", "Timing", "interleaved", "policy", "spread"]
+
+POLICY = {"cpu": "torch Timer, warm, interleaved medians", "cuda": "event per iteration, cold L2, interleaved medians"}
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Median and spread (interquartile range) over rounds, in microseconds per call, and what each round said."""
+
+    median_us: float
+    spread_us: float
+    samples: tuple[float, ...] = ()
+
+
+def policy(device_type: str) -> str:
+    """How a device type is timed; part of what a tuned record depends on."""
+    return POLICY.get(device_type, POLICY["cpu"])
+
+
+def interleaved(
+    contenders: Mapping[str, Callable[[], object]],
+    rounds: int = 7,
+    min_round_s: float = 0.02,
+    max_total_s: float | None = None,
+    device: str = "cpu",
+) -> dict[str, Timing]:
+    """Time each contender once per round, in turn.
+
+    Args:
+        contenders: what to call, by name. rounds: rounds of all of them. min_round_s: calls are repeated within a round
+            until they take about this long. max_total_s: no new round starts after this long, once there are three.
+        device: the device type; on ``"cuda"`` each iteration is timed by events.
+    """
+    once = _once_cuda if device == "cuda" else _once_cpu
+    timers = {name: once(f) for name, f in contenders.items()}
+    repeats = {}
+    for name, timer in timers.items():
+        timer(1)  # the first call decides and compiles
+        repeats[name] = max(1, min(20_000, int(min_round_s / max(timer(1), 1e-7))))
+    samples: dict[str, list[float]] = {name: [] for name in timers}
+    start = time.perf_counter()
+    for turn in range(rounds):
+        if max_total_s is not None and turn >= 3 and time.perf_counter() - start > max_total_s:
+            break
+        order = list(timers) if turn % 2 == 0 else list(timers)[::-1]
+        for name in order:
+            samples[name].append(timers[name](repeats[name]) * 1e6)
+    return {name: Timing(statistics.median(s), spread(s), tuple(s)) for name, s in samples.items()}
+
+
+def _once_cpu(f: Callable[[], object]) -> Callable[[int], float]:
+    timer = Timer("f()", globals={"f": f}, num_threads=torch.get_num_threads())
+    return lambda repeats: timer.timeit(repeats).mean
+
+
+def _once_cuda(f: Callable[[], object]) -> Callable[[int], float]:
+    """Seconds per call: the median over events, with the L2 cache flushed before each call."""
+    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
+
+    def timed(repeats: int) -> float:
+        repeats = max(repeats, 5) if repeats > 1 else 1
+        events = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+        for begin, end in events:
+            flush.zero_()
+            begin.record()
+            f()
+            end.record()
+        torch.cuda.synchronize()
+        return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e-3
+
+    return timed
+
+
+def spread(samples: list[float]) -> float:
+    """The interquartile range; of fewer than four samples the whole range."""
+    if len(samples) < 4:
+        return max(samples) - min(samples)
+    quartiles = statistics.quantiles(samples, n=4)
+    return quartiles[2] - quartiles[0]

@@ -1,0 +1,181 @@
+"""What was measured for an op: lock files first, then the tuned store; and measuring, where that was asked for.
+
+==========  ===========================================================================================
+``off``     nothing measured is looked at
+``cached``  what was measured before is used; nothing is measured
+``on``      a miss is measured now, and kept
+``force``   everything is measured anew, once per process and op
+``assert``  a miss raises `NotTunedError`, and says how the nearest entry differs
+==========  ===========================================================================================
+
+Lock files are the ``tuned:`` part of the YAML files that `settings` finds. Those of a person (``ATTN_DISPATCH_CONFIG``,
+the project, the user's folder) come before the store, the shipped ones after it: what was measured here beats what was
+measured on a machine like this.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from attn_dispatch.errors import NotTunedError, StoreWarning
+from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.registry import Registry
+from attn_dispatch.registry.discover import on_reset
+from attn_dispatch.selection.store import Entry, Miss, Record, Store, explain_miss
+from attn_dispatch.settings import settings
+
+__all__ = ["Tuned", "find", "look_up", "may_choose", "on_change", "stale", "store"]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """A measured ranking.
+
+    Args:
+        names: candidates, best first. why: the choice in one line. source: ``"tuned"``, with the file when it is a lock
+            file. measured_us: medians by name.
+    """
+
+    names: tuple[str, ...]
+    why: str
+    source: str = "tuned"
+    measured_us: Mapping[str, float] = field(default_factory=dict, hash=False)
+
+
+_store: Store | None = None
+_forced: set[str] = set()  # what `force` has measured in this process
+_said: set[str] = set()
+on_change: list[Callable[[], None]] = []  # caches of decisions add their clear function: a new entry may change them
+
+
+def store() -> Store:
+    """The store of this process."""
+    global _store
+    if _store is None:
+        _store = Store(settings().cache_dir)
+    return _store
+
+
+def _forget() -> None:
+    global _store
+    _store = None
+    _forced.clear()
+    _said.clear()
+
+
+on_reset.append(_forget)
+
+
+def find(op: AttentionOp, registry: Registry) -> Tuned | Miss:
+    """What lock files and the store say of an op; measures nothing and never raises."""
+    locked = _locked(op, registry, shipped=False)
+    if locked is not None:
+        return locked
+    found = store().get(op)
+    if isinstance(found, Entry):
+        problem = stale(found.records, registry)
+        if not problem:
+            return Tuned(found.ranking, f"{found.why} (measured {found.when[:10]})", "tuned", _medians(found.records))
+        _warn_once(f"a tuned entry is not used: {problem}. Tune again: attn-dispatch tune, or autotune='on' ({op})")
+        found = Miss((problem,))
+    shipped = _locked(op, registry, shipped=True)
+    return shipped if shipped is not None else found
+
+
+def may_choose() -> bool:
+    """Whether anything but the heuristic could decide a call outside `dispatch.use`: pins, lock files, the store."""
+    from attn_dispatch.selection.pins import current_pins
+
+    pins = current_pins()
+    if pins.pins:
+        return True
+    mode = settings().autotune
+    return mode != "off" and (mode != "cached" or bool(pins.tuned) or any(True for _ in store().files()))
+
+
+def look_up(op: AttentionOp, registry: Registry, mode: str) -> Tuned | None:
+    """What `find` finds, and what the mode does about a miss.
+
+    Args:
+        op: a canonical op at its true size. registry: what competes. mode: see the module.
+
+    Raises:
+        NotTunedError: the mode is ``assert`` and there is nothing.
+    """
+    if mode == "off" or op.traced:
+        return None
+    if mode == "force" and op.bucketed().digest() not in _forced and _may_measure(op):
+        return _measure(op, registry)
+    found = find(op, registry)
+    if isinstance(found, Tuned):
+        return found
+    if mode == "assert":
+        why = explain_miss(store(), op) if found.reasons == ("no entry",) else found
+        lines = "\n".join(f"  {reason}" for reason in why.reasons)
+        remedy = "attn-dispatch tune WORKLOAD, or dispatch.use(autotune='on')"
+        raise NotTunedError(f"autotune='assert', and nothing usable was measured for {op}\n{lines}\n  try  {remedy}")
+    return _measure(op, registry) if mode in ("on", "force") and _may_measure(op) else None
+
+
+def _may_measure(op: AttentionOp) -> bool:
+    """Never while something else records what runs: a trace, a graph, a transform."""
+    if op.traced or op.higher_order or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return False
+    return not (op.device == "cuda" and torch.cuda.is_current_stream_capturing())
+
+
+def _measure(op: AttentionOp, registry: Registry) -> Tuned | None:
+    from attn_dispatch.selection.ranks import tune_together
+
+    entry = tune_together(op, registry)
+    _forced.add(op.bucketed().digest())
+    if entry is None:
+        return None
+    if not entry.when:  # ranks that cannot tune together: agreed on, not measured
+        return Tuned(entry.ranking, entry.why)
+    store().put(entry)
+    for forget in on_change:
+        forget()
+    return (
+        Tuned(entry.ranking, f"{entry.why} (measured now)", "tuned", _medians(entry.records)) if entry.ranking else None
+    )
+
+
+def stale(records: tuple[Record, ...], registry: Registry) -> str:
+    """Which measured candidate is made of other versions now; "" when all are as they were, or are gone."""
+    from attn_dispatch.selection.tuner import version_of
+
+    for record in records:
+        parts = record.name.split(" > ")
+        here = parts[-1] in registry.backends and all(p in registry.rewrites for p in parts[:-1])
+        if record.status == "ok" and here and record.version != version_of(record.name, registry):
+            now = version_of(record.name, registry)
+            return f"{record.name} was measured with {record.version}, here is {now}"
+    return ""
+
+
+def _medians(records: tuple[Record, ...]) -> dict[str, float]:
+    return {r.name: r.median_us for r in records if r.median_us is not None}
+
+
+def _locked(op: AttentionOp, registry: Registry, shipped: bool) -> Tuned | None:
+    from attn_dispatch.selection.lock import locked
+
+    for entry in locked():
+        if entry.shipped != shipped or entry.key != op.bucketed():
+            continue
+        problem = stale(entry.records, registry)
+        if not problem:
+            return Tuned(entry.ranking, entry.why, f"tuned {entry.where}", _medians(entry.records))
+        _warn_once(f"{entry.where} is not used: {problem}. Tune again: attn-dispatch tune")
+    return None
+
+
+def _warn_once(text: str) -> None:
+    if text not in _said:
+        _said.add(text)
+        warnings.warn(text, StoreWarning, stacklevel=5)

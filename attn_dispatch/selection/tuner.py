@@ -1,0 +1,270 @@
+"""The tuner: measure an op's candidates on this machine and keep what was found.
+
+1. Enumerate, and prune by estimate what cannot win (each with the reason in its record).
+2. Gate: every candidate is right before it is timed (`gate`). Strangers' backends and forms that need much memory are
+   tried in a process of their own first (`probe`), so that a crash, a hang or a lack of memory is a record.
+3. Time the survivors in turn, then the near ties again with more rounds.
+4. Of all that are within max(3 %, the spread) of the fastest, take the one that the heuristic likes best: a switch away
+   from its choice must be worth it, and two runs agree.
+
+An op that needs gradients is timed forward and backward as one. The random state, gradients, thread count and inputs
+are left as they were: samples come from private generators, gradients from `torch.autograd.grad`.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timezone
+from typing import Any
+
+import torch
+
+from attn_dispatch import device
+from attn_dispatch.errors import NoBackendError
+from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.registry import Registry
+from attn_dispatch.selection.candidates import Candidate, build
+from attn_dispatch.selection.decide import ranked
+from attn_dispatch.selection.environment import environment
+from attn_dispatch.selection.gate import Verdict, run_gate, step
+from attn_dispatch.selection.probe import failure_of, try_apart
+from attn_dispatch.selection.samples import make_sample
+from attn_dispatch.selection.store import Entry, Record
+from attn_dispatch.selection.timing import Timing, interleaved, spread
+
+__all__ = ["MARGIN", "Effort", "Session", "choose", "tune", "version_of"]
+
+MARGIN = 0.03
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How hard to look.
+
+    Args:
+        prune: candidates whose estimate is more than this many times the best are not tried. reach: the same bound for
+            the best form of each backend. keep: at most so many are tried.
+        heavy_us: an op whose best estimate is more than this is tried with half of ``prune`` and ``keep``.
+        rounds, final_rounds: of the first and of the deciding timing. round_s: seconds of one turn of one candidate.
+        total_s: seconds of timing after which no new round starts. limit_s: seconds a candidate may take in a process
+            of its own. memory: part of the free memory beyond which a form is tried in such a process first.
+    """
+
+    prune: float = 3.0
+    reach: float = 8.0
+    keep: int = 8
+    heavy_us: float = 150_000.0
+    rounds: int = 5
+    final_rounds: int = 11
+    round_s: float = 0.02
+    total_s: float = 5.0
+    limit_s: float = 60.0
+    memory: float = 0.25
+
+
+@dataclass
+class Session:
+    """What tuning several ops shares: verdicts on cut problems, which many ops have in common."""
+
+    effort: Effort = field(default_factory=Effort)
+    verdicts: dict[Any, Verdict] = field(default_factory=dict)
+
+
+def tune(op: AttentionOp, registry: Registry, session: Session | None = None) -> Entry:
+    """Measure the candidates of an op.
+
+    Args:
+        op: a canonical op at its true size. registry: what competes. session: shared with other ops.
+
+    Returns:
+        An entry; its ranking is empty when no candidate passed the gate.
+
+    Raises:
+        NoBackendError: nothing can run the op.
+    """
+    session = session or Session()
+    start = time.perf_counter()
+    legal, refused = ranked(op, registry)
+    if not legal:
+        raise NoBackendError(f"nothing to tune: no backend can run {op}", {n: list(r) for n, r in refused.items()})
+    with _undisturbed(op):
+        tried, records = _prune(legal, op, session.effort)
+        passed, failed = _gate(tried, op, registry, session)
+        timings, broken = _time(passed, op, session.effort)
+    ranking, why = choose([candidate.name for candidate in passed], timings)
+    measured = [
+        Record(name, "ok", timing.median_us, timing.spread_us, passed[_candidate(passed, name)].errors)
+        for name, timing in sorted(timings.items(), key=lambda named: named[1].median_us)
+    ]
+    records = [replace(r, version=version_of(r.name, registry)) for r in (*measured, *broken, *failed, *records)]
+    when = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    seconds = time.perf_counter() - start
+    return Entry(op.bucketed(), op, tuple(records), ranking, environment(op.device), when, seconds, why)
+
+
+def _candidate(passed: Mapping[Candidate, Verdict], name: str) -> Candidate:
+    return next(candidate for candidate in passed if candidate.name == name)
+
+
+def version_of(name: str, registry: Registry) -> str:
+    """What a candidate is made of: the distributions of its parts, and the version of its backend's library."""
+    parts = name.split(" > ")
+    origins = [registry.origins.get(part, "given in code") for part in parts]
+    backend = registry.backends.get(parts[-1])
+    library = _library_version(backend) if backend is not None else "gone"
+    return ", ".join(dict.fromkeys([*origins, f"{parts[-1]} {library}"]))
+
+
+def _library_version(backend: Any) -> str:
+    try:
+        return str(backend.version())
+    except Exception as error:  # noqa: BLE001 - a stranger's code; an unknown version must not look like a known one
+        return f"unknown ({type(error).__name__}: {error})"
+
+
+def choose(order: Sequence[str], timings: Mapping[str, Timing]) -> tuple[tuple[str, ...], str]:
+    """Rank by time; the first place goes to the earliest in ``order`` that is within the margin of the fastest.
+
+    Args:
+        order: names as the heuristic likes them. timings: of those that ran.
+
+    Returns:
+        The ranking, and the reason for its first place in one line.
+
+    Example:
+        >>> choose(["a", "b"], {"a": Timing(102.0, 1.0), "b": Timing(100.0, 1.0)})[0]
+        ('a', 'b')
+        >>> choose(["a", "b"], {"a": Timing(150.0, 1.0), "b": Timing(100.0, 1.0)})[0]
+        ('b', 'a')
+    """
+    by_time = sorted(timings, key=lambda name: (timings[name].median_us, order.index(name)))
+    if not by_time:
+        return (), "no candidate passed"
+    best = by_time[0]
+    winner = next(n for n in order if n in timings and _is_as_fast(timings[n], timings[best]))
+    took = f"{timings[winner].median_us:,.0f} us"
+    if len(by_time) == 1:
+        why = f"{took}, the only one that passed"
+    elif winner != best:
+        why = f"{took}; {best} took {timings[best].median_us:,.0f} us, less than the margin apart"
+    else:
+        second = next(n for n in by_time if n != winner)
+        why = f"{took}, {timings[second].median_us / timings[winner].median_us:.2f}x faster than {second}"
+    return (winner, *(name for name in by_time if name != winner)), why
+
+
+def _is_as_fast(timing: Timing, best: Timing) -> bool:
+    """Within max(3 %, the spread) of the fastest; the spread is that of the ratio within rounds, which both shared."""
+    gain = timing.median_us / best.median_us - 1.0
+    if timing.samples and len(timing.samples) == len(best.samples):
+        ratios = [mine / theirs for mine, theirs in zip(timing.samples, best.samples, strict=True)]
+        gain, noise = statistics.median(ratios) - 1.0, spread(ratios)
+    else:
+        noise = max(timing.spread_us, best.spread_us) / best.median_us
+    return gain <= max(MARGIN, noise)
+
+
+# --- the steps -----------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _undisturbed(op: AttentionOp) -> Iterator[None]:
+    """The state that the caller may have set around a call does not reach the measurement, nor the other way round."""
+    devices = [torch.cuda.current_device()] if op.device == "cuda" else []
+    threads = torch.get_num_threads()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.set_grad_enabled(bool(op.grad)))
+        stack.enter_context(torch.autocast(op.device, enabled=False))
+        stack.enter_context(torch._C.DisableTorchFunction())
+        try:
+            yield
+        finally:
+            if torch.get_num_threads() != threads:
+                torch.set_num_threads(threads)
+
+
+def _prune(
+    legal: Sequence[tuple[Candidate, float]], op: AttentionOp, effort: Effort
+) -> tuple[list[Candidate], list[Record]]:
+    """Who is tried; a record with the reason for who is not."""
+    best = legal[0][1]
+    halved = 2.0 if best > effort.heavy_us else 1.0
+    prune, reach, keep = effort.prune / halved, effort.reach / halved, int(effort.keep / halved)
+    tried: list[Candidate] = []
+    records: list[Record] = []
+    seen: set[str] = set()
+    for candidate, estimate in legal:
+        first_form = candidate.backend.name not in seen
+        seen.add(candidate.backend.name)
+        limit = reach if first_form else prune
+        estimated = f"estimated {estimate:,.0f} us, {estimate / max(best, 1e-9):.1f}x the best"
+        if estimate > limit * best:
+            records.append(Record(candidate.name, "pruned", note=f"{estimated}; the limit is {limit:g}x"))
+        elif len(tried) >= keep and not (first_form and len(tried) < 2 * keep):
+            records.append(Record(candidate.name, "pruned", note=f"{estimated}; {keep} better ones are tried"))
+        else:
+            tried.append(candidate)
+    return tried, records
+
+
+def _gate(
+    tried: Sequence[Candidate], op: AttentionOp, registry: Registry, session: Session
+) -> tuple[dict[Candidate, Verdict], list[Record]]:
+    """Who is right, in the heuristic's order, and records of those who are not."""
+    passed: dict[Candidate, Verdict] = {}
+    failed: list[Record] = []
+    for candidate in tried:
+        name = candidate.name
+        if _is_risky(candidate, registry, session.effort):
+            failure = try_apart(name, op, registry, session.effort.limit_s)
+            if failure is not None:
+                failed.append(failure)
+                continue
+        try:
+            verdict = run_gate(name, op, registry, session.verdicts)
+        except Exception as error:  # noqa: BLE001 - a candidate's failure is its record
+            failed.append(failure_of(name, error))
+            continue
+        if verdict.problem:
+            failed.append(Record(name, "wrong", errors=verdict.errors, note=verdict.problem))
+        else:
+            passed[candidate] = verdict
+    return passed, failed
+
+
+def _is_risky(candidate: Candidate, registry: Registry, effort: Effort) -> bool:
+    """Whether it could take this process down: code of strangers, or more memory than is there."""
+    if not registry.is_builtin(candidate.backend.name):
+        return True
+    traffic = candidate.backend.estimate(candidate.chain.op).bytes
+    return traffic / 2 > effort.memory * device.free_memory(candidate.chain.op.device)
+
+
+def _time(
+    passed: Mapping[Candidate, Verdict], op: AttentionOp, effort: Effort
+) -> tuple[dict[str, Timing], list[Record]]:
+    """Medians and spreads; those close to the best are measured again, with more rounds, by themselves."""
+    sample = make_sample(op, "typical", seed=2)
+    steps: dict[str, Any] = {}
+    broken: list[Record] = []
+    for candidate in passed:
+        try:
+            made = step(build(candidate, op).run, op, sample)
+            made()
+            steps[candidate.name] = made
+        except Exception as error:  # noqa: BLE001 - a candidate's failure is its record
+            broken.append(failure_of(candidate.name, error))
+    if not steps:
+        return {}, broken
+    first = interleaved(steps, effort.rounds, effort.round_s, effort.total_s, op.device)
+    best = min(t.median_us for t in first.values())
+    near = {n: steps[n] for n, t in first.items() if t.median_us <= best * 1.5 or t.median_us - t.spread_us <= best}
+    if len(near) == 1:
+        return first, broken
+    return first | interleaved(near, effort.final_rounds, effort.round_s, effort.total_s, op.device), broken

@@ -1,0 +1,509 @@
+"""The bench: suites load, ops become calls and back, and a run says who was right, who was fast and who broke."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from rich.console import Console
+from typer.testing import CliRunner
+
+from attn_dispatch import dispatch, masks, variants
+from attn_dispatch.bench import main, measure, models, peers, report
+from attn_dispatch.bench.by_hand import by_hand
+from attn_dispatch.bench.calls import call_of, op_of
+from attn_dispatch.bench.contenders import Contender, NotApplicable, candidates, graded, ours
+from attn_dispatch.bench.measure import Effort, Line, Row, label
+from attn_dispatch.bench.picture import draw
+from attn_dispatch.bench.truth import Truth
+from attn_dispatch.capture import Workload
+from attn_dispatch.cli import app
+from attn_dispatch.errors import InputError
+from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.registry import current
+from attn_dispatch.selection.samples import make_sample
+
+FILES = sorted(main.workload_folder().glob("*.yaml"))
+JOBS = main.jobs_of("main")
+QUICK = Effort(rounds=2, total_s=0.1, turn_s=1e-4)
+
+
+@pytest.fixture(autouse=True)
+def _own_choice(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """What is measured on this machine does not change what these tests see."""
+    with dispatch.use(autotune="off"):
+        yield
+
+
+def op(*args: Any, **kwargs: Any) -> AttentionOp:
+    return dispatch.explain(*args, **kwargs).op
+
+
+# --- the suite -------------------------------------------------------------------------------------------------------
+
+
+def test_the_main_suite_has_enough_distinct_ops_with_names_of_their_own():
+    assert len({job.use.op for job in JOBS}) >= 24
+    assert len({job.name for job in JOBS}) == len(JOBS)
+    assert all(job.use.count >= 1 and job.use.layers for job in JOBS)
+
+
+def test_the_main_suite_covers_what_models_do():
+    ops = [job.use.op for job in JOBS]
+    words = set().union(*(o.features for o in ops))
+    wanted = ("mask:Causal", "mask:Window", "mask:KeyLengths", "mask:Columns", "mask:Segments", "score:SoftCap")
+    assert {*wanted, "score:Bias", "sinks", "gqa", "grad"} <= words
+    assert {o.phase for o in ops} == {"prefill", "decode", "cross"}
+    assert {o.dtype for o in ops} == {"float32", "bfloat16"}
+
+
+@pytest.mark.parametrize("job", JOBS, ids=lambda job: job.name)
+def test_every_op_becomes_a_call_and_the_call_that_op_again(job):
+    assert op_of(call_of(job.use.op, make_sample(job.use.op))) == job.use.op
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
+def test_a_workload_file_is_a_family_and_is_written_as_save_writes(file, tmp_path):
+    assert file.stem in models.FAMILIES
+    workload = Workload.load(file)
+    assert workload.model == models.FAMILIES[file.stem].about
+    workload.save(tmp_path / "again.yaml")
+    assert (tmp_path / "again.yaml").read_text() == file.read_text()
+
+
+def test_every_family_has_its_file():
+    assert {file.stem for file in FILES} == set(models.FAMILIES)
+
+
+@pytest.mark.parametrize("name", ["vit-b-16", "minilm"])
+def test_capturing_a_family_anew_gives_the_same_file_apart_from_provenance(name, tmp_path):
+    pytest.importorskip("transformers")
+    assert models.main([str(tmp_path), name]) == 0
+
+    def without_provenance(path: Path) -> list[str]:
+        return [line for line in path.read_text().splitlines() if not line.startswith("captured:")]
+
+    fresh = without_provenance(tmp_path / f"{name}.yaml")
+    assert fresh == without_provenance(main.workload_folder() / f"{name}.yaml")
+
+
+def test_models_wants_a_folder_and_names_that_exist(capsys):
+    assert models.main([]) == 2
+    assert models.main(["somewhere", "bert-huge"]) == 2
+    assert "bert-base | minilm" in capsys.readouterr().err
+
+
+def test_a_suite_is_main_a_file_or_a_folder(tmp_path):
+    folder = main.workload_folder()
+    assert [job.name for job in main.jobs_of(str(folder))] == [job.name for job in JOBS]
+    assert [job.name for job in main.jobs_of(str(folder / "vit-b-16.yaml"))] == ["vit-b-16 4 x prefill 197"]
+    assert [job.name for job in main.jobs_of("main", "vit")] == ["vit-b-16 4 x prefill 197"]
+    with pytest.raises(InputError, match="there is no suite 'mian'"):
+        main.jobs_of("mian")
+    with pytest.raises(InputError, match="holds no workload files"):
+        main.jobs_of(str(tmp_path))
+    with pytest.raises(InputError, match="--peers 'flux' is no peer"):
+        main.peers_named("flux")
+    assert main.peers_named("all") == tuple(peers.PEERS)
+    assert main.peers_named("none") == ()
+
+
+# --- calls -----------------------------------------------------------------------------------------------------------
+
+Q, K = torch.empty(2, 4, 6, 8), torch.empty(2, 2, 9, 8)
+CALLS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True},
+    "causal at the end": {"attn_mask": masks.causal()},
+    "causal at 2": {"is_causal": True, "q_offset": 2},
+    "window": {"window": (3, 1)},
+    "causal window": {"window": (3, 0)},
+    "causal window at 0": {"window": (3, 0), "q_offset": 0},
+    "offsets": {"attn_mask": masks.causal(), "q_offset": torch.tensor([1, 3])},
+    "lengths": {"key_lengths": torch.tensor([9, 4]), "query_lengths": torch.tensor([6, 2])},
+    "causal lengths": {"is_causal": True, "key_lengths": torch.tensor([9, 4])},
+    "mask tensor": {"attn_mask": torch.rand(2, 1, 6, 9) < 0.5},
+    "mask tensor, causal": {"attn_mask": torch.rand(2, 1, 6, 9) < 0.5, "is_causal": True},
+    "float mask": {"attn_mask": torch.zeros(6, 9)},
+    "bias": {"bias": torch.zeros(1, 4, 6, 9), "key_lengths": torch.tensor([9, 4])},
+    "alibi": {"bias": torch.ones(4), "is_causal": True},
+    "sinks": {"sinks": torch.zeros(4), "softcap": 5.0, "scale": 0.3},
+    "prefix": {"attn_mask": masks.prefix_lm(3)},
+    "blocks": {"attn_mask": masks.causal() & masks.chunked(4)},
+    "documents": {"attn_mask": masks.Segments(torch.zeros(6).long(), torch.zeros(9).long())},
+    "not": {"attn_mask": ~masks.Columns(torch.ones(2, 9).bool())},
+    "selected": {"attn_mask": masks.selected(torch.zeros(2, 6, 3).long())},
+    "outputs": {"return_lse": True, "return_weights": True},
+    "dropout": {"dropout_p": 0.5},
+    "linear": {"variant": variants.LinearAttention()},
+    "retention": {"variant": variants.Retention(variants.retention_decay(4)), "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_described_and_written_again_is_the_same_op(name):
+    want = op(Q, K, K, enable_gqa=True, **CALLS[name])
+    assert op_of(call_of(want, make_sample(want))) == want
+
+
+def test_a_call_in_the_other_layout_dtype_and_with_gradients():
+    q = torch.empty(2, 6, 4, 8, dtype=torch.bfloat16).requires_grad_()
+    want = op(q, q, q, layout="bshd", window=(2, 0))
+    call = call_of(want, make_sample(want))
+    assert op_of(call) == want
+    assert want.grad == ("query", "key", "value")
+    assert call.kwargs["layout"] == "bshd"
+
+
+def test_an_op_that_no_call_gives_is_refused():
+    want = op(Q, K, K, enable_gqa=True)
+    with pytest.raises(InputError, match="traced"):
+        call_of(want.with_(traced=True), make_sample(want))
+
+
+# --- who competes ----------------------------------------------------------------------------------------------------
+
+x4 = torch.empty(2, 4, 96, 16)
+SMALL: dict[str, AttentionOp] = {
+    "full": op(x4, x4, x4),
+    "causal": op(x4, x4, x4, is_causal=True),
+    "gqa decode": op(Q[:, :, :1], K, K, enable_gqa=True),
+    "gqa prefill": op(x4, x4[:, :2], x4[:, :2], enable_gqa=True, is_causal=True),
+    "padded": op(x4, x4, x4, key_lengths=torch.tensor([96, 30])),
+    "padded queries": op(x4, x4, x4, key_lengths=torch.tensor([96, 30]), query_lengths=torch.tensor([96, 20])),
+    "padded decode": op(x4[:, :, :1], x4, x4, attn_mask=masks.key_lengths([96, 30])),
+    "documents": op(x4[:1], x4[:1], x4[:1], attn_mask=masks.causal() & masks.documents([0, 10, 70, 96])),
+    "window": op(x4, x4, x4, window=(15, 0)),
+    "sinks": op(x4, x4[:, :2], x4[:, :2], enable_gqa=True, is_causal=True, sinks=torch.zeros(4)),
+    "sinks decode": op(Q[:, :, :1], K, K, enable_gqa=True, sinks=torch.zeros(4)),
+    "capped": op(x4, x4[:, :2], x4[:, :2], enable_gqa=True, window=(15, 0), softcap=5.0),
+    "bias": op(x4, x4, x4, bias=torch.zeros(1, 4, 96, 96), key_lengths=torch.tensor([96, 30])),
+    "alibi": op(x4, x4, x4, bias=torch.ones(4), is_causal=True),
+    "bf16": op(*[x4.to(torch.bfloat16)] * 3, is_causal=True),
+    "training": op(*[torch.empty(2, 4, 96, 16).requires_grad_()] * 3, is_causal=True),
+}
+FORMS = {
+    "gqa decode": {"fold groups", "repeat kv"},
+    "gqa prefill": {"repeat kv"},
+    "padded": {"per sequence"},
+    "padded queries": {"per sequence"},
+    "padded decode": {"per sequence"},
+    "documents": {"per document"},
+    "window": {"window blocks"},
+    "sinks": {"sink key"},
+    "sinks decode": {"sink key"},
+    "capped": {"eager, folded"},
+    "bias": {"per sequence"},
+    "bf16": {"in float32"},
+}
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_everybody_is_right(name):
+    want = SMALL[name]
+    sample = make_sample(want)
+    truth = Truth(want, sample)
+    everybody = [ours(want, sample)[0], *by_hand(want, sample)]
+    everybody += [
+        Contender(form, "candidate", lambda make=make: make(sample)) for form, make in candidates(want, current())
+    ]
+    for contender in everybody:
+        with torch.set_grad_enabled(bool(want.grad)):
+            out, *grads = graded(contender.make(), want, sample)()
+        assert truth.problem(out, grads) == "", contender.name
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_the_careful_forms_are_those_that_apply(name):
+    want = SMALL[name]
+    names = [contender.name for contender in by_hand(want, make_sample(want))]
+    assert names[0] == "sdpa"
+    assert {n.removeprefix("hand: ") for n in names[1:]} == FORMS.get(name, set())
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in ("training", "bf16")])
+def test_onnxruntime_is_right_or_says_why_not(name):
+    pytest.importorskip("onnxruntime")
+    want = SMALL[name]
+    sample = make_sample(want)
+    (peer,) = peers.peers(want, sample, ("onnxruntime",))
+    if name.startswith("sinks"):
+        with pytest.raises(NotApplicable, match="ONNX Attention has no sinks"):
+            peer.make()
+        return
+    assert Truth(want, sample).problem(peer.make()()) == ""
+
+
+@pytest.mark.parametrize("name", ["bf16", "sinks"])
+def test_a_peer_refuses_what_it_does_not_do(name):
+    want = SMALL[name]
+    (peer,) = peers.peers(want, make_sample(want), ("onnxruntime",))
+    with pytest.raises(NotApplicable):
+        peer.make()
+
+
+def test_openvino_is_right_where_it_is_installed_and_says_so_where_not():
+    want = SMALL["gqa prefill"]
+    sample = make_sample(want)
+    (peer,) = peers.peers(want, sample, ("openvino",))
+    if importlib.util.find_spec("openvino") is None:
+        with pytest.raises(NotApplicable, match="openvino is not installed"):
+            peer.make()
+        return
+    assert Truth(want, sample).problem(peer.make()()) == ""
+
+
+@pytest.mark.parametrize("name", ["padded queries", "documents", "window", "padded", "capped", "bias", "alibi"])
+def test_flex_gets_the_same_mask_and_scores(name):
+    """Uncompiled, so that no compiler is needed: what is compared is what we hand to flex_attention."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    want = SMALL[name]
+    sample = make_sample(want)
+    mod = peers._mask_mod(want.mask, want, sample)
+    block_mask = create_block_mask(mod, want.B, None, want.Sq, want.Skv, device="cpu")
+    score_mod = peers._score_mod(want, sample)
+    out = flex_attention(
+        sample.query, sample.key, sample.value, score_mod, block_mask, want.scale, enable_gqa=want.groups != 1
+    )
+    assert Truth(want, sample).problem(out) == ""
+
+
+@pytest.mark.parametrize("spoil", ["value", "shape", "nan", "gradient"])
+def test_a_wrong_result_is_seen(spoil):
+    want = SMALL["training"]
+    sample = make_sample(want)
+    truth = Truth(want, sample)
+    out, *grads = graded(by_hand(want, sample)[0].make(), want, sample)()
+    assert truth.problem(out, grads) == ""
+    out = out.detach().clone()
+    if spoil == "value":
+        out[1, 2, 50, 3] += 1e-3
+    elif spoil == "nan":
+        out[0, 0, 0, 0] = torch.nan
+    elif spoil == "shape":
+        out = out[:, :, 1:]
+    else:
+        grads[1] = grads[1] * 1.001
+    words = {"shape": "shape [2, 4, 95, 16]", "gradient": "gradient of key", "value": "output", "nan": "output is nan"}
+    assert truth.problem(out, grads).startswith(words[spoil])
+
+
+# --- a run -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    from attn_dispatch.capture import capture
+
+    q, k = torch.randn(1, 4, 16, 8), torch.randn(1, 2, 16, 8)
+    with capture() as workload:
+        dispatch.attention(q, k, k, is_causal=True, enable_gqa=True)
+        dispatch.attention(q[:, :, :1], k, k, enable_gqa=True)
+    path = tmp_path / "tiny.yaml"
+    workload.save(path)
+    return path
+
+
+def test_a_run_prints_its_table_and_writes_json_markdown_and_a_picture(tiny, tmp_path, capsys):
+    wanted = main.Wanted(tmp_path / "o.json", tmp_path / "o.md", tmp_path / "o.png")
+    assert main.run_suite(str(tiny), None, QUICK, "onnxruntime,openvino", wanted) == 0
+    printed = capsys.readouterr().out
+    names = ("tiny prefill 16", "tiny decode 16")
+    for words in (*names, "over SDPA", "regret", "geometric mean of 2 ops"):
+        assert words in printed
+    assert "stopped" not in printed
+    data = json.loads((tmp_path / "o.json").read_text())
+    assert set(data) == {"schema", "suite", "is_whole", "environment", "summary", "rows", "problems"}
+    assert {"device", "threads", "libraries", "when", "load"} <= set(data["environment"])
+    assert data["is_whole"]
+    assert [row["name"] for row in data["rows"]] == list(names)
+    for row in data["rows"]:
+        assert AttentionOp.from_dict(row["op"]).digest() == row["digest"]
+        by_name = {line["name"]: line for line in row["contenders"]}
+        assert {"ours", "sdpa", "hand: repeat kv", "sdpa_flash", "eager", "onnxruntime", "openvino"} <= set(by_name)
+        for line in row["contenders"]:
+            assert (line["median_us"] is not None) == (line["note"] in ("", "one call")), line
+        assert row["regret"] >= row["regret_torch"] >= 0
+        assert row["rounds"] == 2
+    table = (tmp_path / "o.md").read_text()
+    assert [line.count("|") for line in table.splitlines() if line.startswith("|")] == [10] * 4
+    assert (tmp_path / "o.png").read_bytes()[:4] == b"\x89PNG"
+
+
+def test_the_command_runs_a_suite(tiny, tmp_path):
+    path = tmp_path / "o.json"
+    flags = ("--rounds", "1", "--seconds", "0", "--peers", "none", "--only", "decode", "--json", str(path))
+    done = CliRunner().invoke(app, ["bench", str(tiny), *flags])
+    assert done.exit_code == 0, done.output
+    assert [row["name"] for row in json.loads(path.read_text())["rows"]] == ["tiny decode 16"]
+
+
+def test_a_broken_contender_is_reported_and_ends_nothing():
+    want = SMALL["full"]
+
+    def raising() -> Any:
+        raise RuntimeError("two\nlines")
+
+    def missing() -> Any:
+        raise NotApplicable("not today")
+
+    def extra(op: AttentionOp, sample: Any) -> list[Contender]:
+        return [
+            Contender("raises when made", "peer", raising),
+            Contender("raises when run", "peer", lambda: raising),
+            Contender("is wrong", "peer", lambda: lambda: sample.value + 1),
+            Contender("is not here", "peer", missing),
+        ]
+
+    row = measure.measure("row", want, QUICK, extra=extra)
+    notes = {line.name: line.note for line in row.lines if line.kind == "peer"}
+    assert notes["raises when made"] == notes["raises when run"] == "failed: RuntimeError: two lines"
+    assert notes["is wrong"].startswith("wrong: output is ")
+    assert notes["is not here"] == "n/a: not today"
+    assert row.fastest("peer") is None
+    assert row.ours_us is not None
+
+
+def test_a_peer_without_a_backward_takes_no_part_in_training():
+    row = measure.measure("row", SMALL["training"], QUICK, ("onnxruntime",))
+    assert {line.name: line.note for line in row.lines}["onnxruntime"] == "n/a: forward only"
+    assert row.over_given is not None
+
+
+def test_an_op_that_cannot_be_measured_is_named_and_the_rest_goes_on(tiny, monkeypatch, capsys):
+    real = main.measure
+
+    def sometimes(name: str, *rest: Any) -> Row:
+        if "decode" in name:
+            raise RuntimeError("out of\nmemory")
+        return real(name, *rest)
+
+    monkeypatch.setattr(main, "measure", sometimes)
+    assert main.run_suite(str(tiny), None, QUICK, "none") == 0
+    printed = capsys.readouterr().out
+    assert "tiny decode 16: not measured: RuntimeError: out of memory" in printed
+    assert "tiny prefill 16" in printed
+
+
+def test_a_run_that_is_killed_leaves_the_rows_that_it_has(tiny, tmp_path, monkeypatch):
+    real = main.measure
+
+    def killed(name: str, *rest: Any) -> Row:
+        if "decode" in name:
+            raise SystemExit(143)
+        return real(name, *rest)
+
+    monkeypatch.setattr(main, "measure", killed)
+    path = tmp_path / "o.json"
+    with pytest.raises(SystemExit):
+        main.run_suite(str(tiny), None, QUICK, "none", main.Wanted(path))
+    data = json.loads(path.read_text())
+    assert (data["is_whole"], [row["name"] for row in data["rows"]]) == (False, ["tiny prefill 16"])
+
+
+def test_an_interrupted_run_prints_and_writes_what_is_done(tiny, tmp_path, monkeypatch, capsys):
+    real = main.measure
+
+    def interrupted(name: str, *rest: Any) -> Row:
+        if "decode" in name:
+            raise KeyboardInterrupt
+        return real(name, *rest)
+
+    monkeypatch.setattr(main, "measure", interrupted)
+    path = tmp_path / "o.json"
+    assert main.run_suite(str(tiny), None, QUICK, "none", main.Wanted(path)) == 130
+    printed = capsys.readouterr().out
+    assert "interrupted" in printed
+    assert "stopped before the end" in printed
+    data = json.loads(path.read_text())
+    assert (data["is_whole"], [row["name"] for row in data["rows"]]) == (False, ["tiny prefill 16"])
+
+
+def test_what_is_hopelessly_slow_is_called_once_but_never_ours(monkeypatch):
+    monkeypatch.setattr(measure, "_HEAVY_S", 0.0)
+    monkeypatch.setattr(measure, "_HOPELESS", 0.0)  # everybody is
+    row = measure.measure("row", SMALL["full"], QUICK)
+    notes = {line.name: line.note for line in row.lines}
+    assert (notes["ours"], notes["sdpa"], notes["eager"]) == ("", "", "one call")
+
+
+# --- what it says ----------------------------------------------------------------------------------------------------
+
+
+def made_row(name: str, **times: float) -> Row:
+    kinds = {"ours": "ours", "sdpa": "torch", "hand": "torch", "sdpa_flash": "candidate", "flex": "peer"}
+    lines = tuple(Line(n, kinds[n], us, 1.0) for n, us in times.items())
+    return Row(name, SMALL["full"], "sdpa_flash", "heuristic", lines)
+
+
+def made_report() -> report.Report:
+    rows = [
+        made_row("a", ours=100.0, sdpa=200.0, hand=100.0, sdpa_flash=80.0, flex=50.0),
+        made_row("b", ours=1000.0, sdpa=500.0, hand=2000.0),
+    ]
+    place = {"when": "2026-11-29", "device": "a CPU", "threads": 2, "libraries": {"torch": "2.13"}}
+    return report.Report("main", place, rows, [], True)
+
+
+def test_ratios_and_regret():
+    a, b = made_report().rows
+    assert (a.over_given, a.over_best, a.over_peer) == (2.0, 1.0, 0.5)
+    assert (a.regret_torch, a.regret) == (pytest.approx(0.25), pytest.approx(1.0))
+    assert (b.over_given, b.over_best, b.over_peer) == (0.5, 0.5, None)
+    assert b.regret == b.regret_torch == pytest.approx(1.0)
+    found = made_report().summary()
+    assert found.over_given == pytest.approx(1.0)
+    assert found.over_best == pytest.approx(0.5**0.5)
+    assert (found.worst_regret_torch, found.worst_row_torch) == (pytest.approx(1.0), "b")
+    assert found.regret_torch == pytest.approx((1.25 * 2.0) ** 0.5 - 1.0)
+
+
+def test_the_markdown_of_a_report():
+    assert made_report().markdown().splitlines() == [
+        "Measured on 2026-11-29: a CPU, 2 threads, torch 2.13.",
+        "",
+        "| op | ours | chosen | over SDPA | over its best form | best peer | over it | regret | regret to all |",
+        "|---|---|---|---:|---:|---|---:|---:|---:|",
+        "| a | 100 us | sdpa_flash | 2.00x | 1.00x | flex | 0.50x | 25 % | 100 % |",
+        "| b | 1 ms | sdpa_flash | 0.50x | 0.50x | n/a | n/a | 100 % | 100 % |",
+        "",
+        "- geometric mean of 2 ops: 1.00x over SDPA as given, 0.71x over its best form by hand",
+        "- regret to our candidates and torch by hand: mean 58 %, worst 100 % (b)",
+        "- regret to all, other libraries too: mean 100 %, worst 100 % (b)",
+    ]
+
+
+def test_a_report_without_rows_says_so(capsys, tmp_path):
+    empty = report.Report("main", report.environment())
+    main._show(empty, Console(width=100))
+    assert "geometric mean of 0 ops: n/a" in capsys.readouterr().out
+    draw(empty, tmp_path / "o.png")
+    assert json.loads(empty.to_json())["summary"]["over_given"] is None
+
+
+def test_a_row_whose_own_call_failed_shows_why():
+    row = Row(
+        "a", SMALL["full"], "x", "tuned", (Line("ours", "ours", note="wrong: output"), Line("sdpa", "torch", 1.0))
+    )
+    made = report.Report("main", {}, [row], [], True)
+    assert made.cells() == [("a", "wrong: output", "x (tuned)", "n/a", "n/a", "n/a", "n/a", "n/a", "n/a")]
+    assert "a: ours wrong: output" in made.closing()
+
+
+def test_labels():
+    assert label(SMALL["padded"]) == "2 x prefill 96 padded"
+    assert label(SMALL["capped"]) == "2 x prefill 96 window 16 capped"
+    assert label(SMALL["sinks decode"]) == "2 x decode 9 sinks"
+    assert label(SMALL["bf16"]) == "2 x prefill 96 bf16"
+    assert label(SMALL["training"]) == "2 x prefill 96 training"
+    assert label(op(x4, x4[:, :, :7], x4[:, :, :7])) == "2 x cross 96 x 7"
+
+
+def test_workload_files_are_no_pin_files():
+    for file in FILES:
+        assert set(yaml.safe_load(file.read_text())) == {"schema", "model", "captured", "ops"}

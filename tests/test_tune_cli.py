@@ -1,0 +1,202 @@
+"""`attn-dispatch tune` and `cache`: from a captured workload to a lock file that decides calls, and back."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from test_tuner import QUICK
+from typer.testing import CliRunner
+
+from attn_dispatch import dispatch, registry
+from attn_dispatch.cli import app
+from attn_dispatch.errors import InputError, StoreWarning
+from attn_dispatch.selection import tuned
+from attn_dispatch.selection.store import Store
+from attn_dispatch.selection.tuner import Effort, tune
+from attn_dispatch.settings import settings
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """A folder, a store and settings of its own; sdpa_math is the fastest here."""
+
+    monkeypatch.setenv("ATTN_DISPATCH_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("ATTN_DISPATCH_CONFIG", raising=False)
+    monkeypatch.setenv("ATTN_DISPATCH_AUTOTUNE", "cached")
+    monkeypatch.setattr("attn_dispatch.cli.tune.Effort", lambda **_: QUICK)
+    monkeypatch.setattr("attn_dispatch.selection.tuner.interleaved", math_is_fastest)
+    monkeypatch.chdir(tmp_path)
+    again()
+    yield tmp_path
+    monkeypatch.undo()
+    again()
+
+
+def math_is_fastest(steps: dict[str, Any], *_: Any) -> Any:
+    from attn_dispatch.selection.timing import Timing
+
+    for step in steps.values():
+        step()
+    return {name: Timing(50.0 if name == "sdpa_math" else 100.0, 1.0) for name in steps}
+
+
+def again() -> None:
+    """As a new process: settings, registry, decisions and files are read anew."""
+    settings.cache_clear()
+    registry.reset()
+
+
+def x(sq: int = 24) -> torch.Tensor:
+    return torch.randn(1, 2, sq, 8)
+
+
+def captured(path: Path, *lengths: int) -> Path:
+    with dispatch.capture() as workload:
+        for sq in lengths or (24, 20, 100):
+            dispatch.attention(x(sq), x(sq), x(sq), is_causal=True)
+    workload.save(path)
+    return path
+
+
+def run(*args: str, code: int = 0) -> str:
+    result = CliRunner().invoke(app, list(args))
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code == code, result.output
+    return result.output
+
+
+def test_from_a_workload_to_a_lock_file_that_decides(machine):
+    workload = captured(machine / "w.yaml")
+    said = run("tune", str(workload), "-o", "attn_dispatch.yaml")
+    assert "2 ops, 0 from the store" in said  # 20 and 24 are one bucket
+    lock = yaml.safe_load((machine / "attn_dispatch.yaml").read_text())
+    assert lock["schema"] == 1
+    assert lock["hardware"]["device"] == "cpu"
+    assert lock["measured"]["by"] == f"attn-dispatch tune {workload}"
+    first = lock["tuned"][0]
+    assert first["use"][0] == "sdpa_math"
+    assert first["count"] == 2
+    assert first["medians_us"]["sdpa_math"] == 50.0
+    assert 0 <= first["errors"]["sdpa_math"]["out"] < 1
+    assert "sdpa_math" in first["versions"]["sdpa_math"]
+    Store(machine / "cache").clear()  # what decides now is the file alone
+    again()
+    decision = dispatch.plan(x(), x(), x(), is_causal=True).decision
+    assert decision.chosen.name == "sdpa_math"
+    assert decision.source.startswith("tuned")
+    assert "attn_dispatch.yaml" in decision.source
+    with dispatch.use(autotune="assert"):
+        dispatch.attention(x(100), x(100), x(100), is_causal=True)
+
+
+def test_a_second_run_measures_nothing_and_brings_the_file_up_to_date(machine):
+    run("tune", str(captured(machine / "a.yaml", 24)), "-o", "attn_dispatch.yaml")
+    again()
+    said = run(
+        "tune",
+        str(captured(machine / "a.yaml", 24)),
+        str(captured(machine / "b.yaml", 100)),
+        "-o",
+        "attn_dispatch.yaml",
+    )
+    assert "2 ops, 1 from the store" in said
+    assert len(yaml.safe_load((machine / "attn_dispatch.yaml").read_text())["tuned"]) == 2
+    again()
+    run("tune", str(captured(machine / "c.yaml", 300)), "-o", "attn_dispatch.yaml")
+    assert len(yaml.safe_load((machine / "attn_dispatch.yaml").read_text())["tuned"]) == 3
+    assert "1 ops, 0 from the store" in run("tune", str(machine / "a.yaml"), "--force")
+
+
+def test_ctrl_c_keeps_what_is_done(machine, monkeypatch):
+    workload = captured(machine / "w.yaml", 24, 100, 300)
+    calls: list[Any] = []
+
+    def interrupted(op: Any, *rest: Any) -> Any:
+        calls.append(op)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return tune(op, *rest)
+
+    monkeypatch.setattr("attn_dispatch.cli.tune.tune_together", interrupted)
+    assert "interrupted: what was done is kept" in run("tune", str(workload), "-o", "attn_dispatch.yaml", code=130)
+    assert len(yaml.safe_load((machine / "attn_dispatch.yaml").read_text())["tuned"]) == 1
+    assert len(list(Store(machine / "cache").files())) == 1
+
+
+def test_an_op_for_hardware_that_is_not_here_is_named(machine):
+    said = run("tune", str(captured(machine / "w.yaml", 24)), "--device", "cuda")
+    assert "not tuned" in said or torch.cuda.is_available()
+
+
+def test_a_file_with_pins_is_not_written_over(machine):
+    (machine / "attn_dispatch.yaml").write_text("schema: 1\npins:\n  - use: [eager]\n")
+    workload = captured(machine / "w.yaml", 24)
+    with pytest.raises(InputError, match="holds more than tuned results"):
+        run("tune", str(workload), "-o", "attn_dispatch.yaml")
+    assert "pins" in (machine / "attn_dispatch.yaml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [("", "must be a mapping"), ("schema: 1\nops: []\n", "no op to tune"), ("schema: 9\nops: []\n", "reads 1")],
+)
+def test_a_workload_that_is_none_is_named(machine, text, words):
+    (machine / "w.yaml").write_text(text)
+    with pytest.raises(InputError, match=words) as caught:
+        run("tune", "w.yaml")
+    assert "w.yaml" in str(caught.value)
+
+
+def test_cache_ls_show_export_merge_clear(machine):
+    run("tune", str(captured(machine / "w.yaml", 24)))
+    assert "sdpa_math" in run("cache", "ls")
+    (row,) = json.loads(run("cache", "ls", "--json"))
+    digest = next(Store(machine / "cache").files()).stem
+    assert json.loads(run("cache", "show", digest[:6])) == row
+    assert row["ranking"][0] == "sdpa_math"
+    run("cache", "export", "-o", "attn_dispatch.yaml")
+    assert yaml.safe_load((machine / "attn_dispatch.yaml").read_text())["tuned"][0]["digest"] == digest
+    other = machine / "other"
+    tuned.store().root.rename(other)
+    again()
+    assert "took 1 entries" in run("cache", "merge", str(other))
+    assert "removed 1 files" in run("cache", "clear")
+    assert "0 files" in run("cache", "ls")
+    with pytest.raises(InputError, match="has no entry"):
+        run("cache", "show", "abc")
+    with pytest.raises(InputError, match="has nothing for this machine"):
+        run("cache", "export", "-o", "x.yaml")
+
+
+def test_a_lock_file_of_other_versions_is_not_used_and_said_once(machine):
+    run("tune", str(captured(machine / "w.yaml", 24)), "-o", "attn_dispatch.yaml")
+    text = (machine / "attn_dispatch.yaml").read_text()
+    (machine / "attn_dispatch.yaml").write_text(text.replace(f"sdpa_math {torch.__version__}", "sdpa_math 1.0"))
+    Store(machine / "cache").clear()
+    again()
+    with pytest.warns(StoreWarning, match="sdpa_math was measured with .*sdpa_math 1.0"):
+        assert dispatch.plan(x(), x(), x(), is_causal=True).decision.source == "heuristic"
+
+
+def test_json_says_all(machine):
+    code = "import sys; from attn_dispatch.cli import main; main()"
+    args = ["tune", str(captured(machine / "w.yaml", 24)), "--json"]
+    run_ = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, check=True)
+    data = json.loads(run_.stdout)
+    assert data["entries"][0]["ranking"]
+    assert {r["status"] for r in data["entries"][0]["records"]} <= {"ok", "pruned"}
+
+
+def test_the_default_effort_is_the_documented_one():
+    page = (Path(__file__).parent.parent / "docs" / "tuning.md").read_text()
+    assert (Effort().prune, Effort().reach) == (3.0, 8.0)
+    assert "three times the best estimate (eight times" in page

@@ -1,0 +1,616 @@
+"""Tuning: only what is right is timed, a switch must be worth it, failures are records, nothing is disturbed, and a pin
+is never overridden."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from attn_dispatch import dispatch, reference, registry
+from attn_dispatch.backend import Backend, Cost, Executable, Raw
+from attn_dispatch.capability import ALL_FEATURES, Capability, Limit
+from attn_dispatch.context import AUTOTUNE_MODES
+from attn_dispatch.errors import FallbackWarning, NoBackendError, NotTunedError, StoreWarning
+from attn_dispatch.ir.atoms import Causal
+from attn_dispatch.ir.ops import AttentionOp, Outputs
+from attn_dispatch.ir.tensors import TensorDesc
+from attn_dispatch.registry import Registry
+from attn_dispatch.selection import tuned
+from attn_dispatch.selection.gate import run_gate
+from attn_dispatch.selection.pins import Pin, Pins, When
+from attn_dispatch.selection.samples import KINDS, make_sample
+from attn_dispatch.selection.store import Entry, Record, Store
+from attn_dispatch.selection.timing import Timing
+from attn_dispatch.selection.tuner import Effort, Session, choose, tune
+from attn_dispatch.settings import Settings
+
+QUICK = Effort(rounds=2, final_rounds=2, round_s=0.001, limit_s=30.0)
+
+
+class Toy(Backend):
+    """The specification, spoiled by ``spoil(op, q, k, v, t, raw)``; costs what it is told."""
+
+    capabilities = (Capability(frozenset({"cpu"}), frozenset({"float32", "float64"}), ALL_FEATURES),)
+
+    def __init__(
+        self, name: str, us: float = 10.0, spoil: Callable[..., Any] | None = None, version: str = "1"
+    ) -> None:
+        self.name, self.us, self.spoil, self._version = name, us, spoil, version
+
+    def version(self) -> str:
+        return self._version
+
+    def estimate(self, op: AttentionOp) -> Cost:
+        return Cost(launches=self.us)
+
+    def compile(self, op: AttentionOp) -> Executable:
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Any) -> Any:
+            raw = reference.attention(op, q, k, v, t)
+            if self.spoil is not None:
+                raw = self.spoil(op, q, k, v, t, raw) or raw
+            return raw if op.outputs.lse or op.outputs.weights else raw.out
+
+        return Executable(run)
+
+
+class Small(Toy):
+    """Declines more than 12 keys."""
+
+    capabilities = (replace(Toy.capabilities[0], limits=(Limit("Skv", maximum=12),)),)
+
+
+def registry_of(*backends: Backend, ours: bool = True) -> Registry:
+    origins = {b.name: "attn-dispatch 0" for b in backends} if ours else {}
+    return Registry({b.name: b for b in backends}, {}, origins)
+
+
+def op_of(sq: int = 24, skv: int = 24, d: int = 8, **changes: Any) -> AttentionOp:
+    q, k = (TensorDesc((1, 2, n, d), "float32") for n in (sq, skv))
+    return AttentionOp(q, k, k, scale=d**-0.5, **changes)
+
+
+@pytest.fixture
+def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callable[..., Store]]:
+    """Make toy backends the only ones of the process, with a store of their own and these pins."""
+    before = registry.current()
+
+    def put(*backends: Backend, pins: Pins | None = None, root: Path | None = tmp_path) -> Store:
+        registry.reset(registry_of(*backends))
+        monkeypatch.setattr(tuned, "settings", lambda: Settings((), root))
+        monkeypatch.setattr("attn_dispatch.plan.current_pins", lambda: pins or Pins())
+        monkeypatch.setattr("attn_dispatch.report.current_pins", lambda: pins or Pins())
+        monkeypatch.setattr("attn_dispatch.selection.pins.current_pins", lambda: pins or Pins())
+        monkeypatch.setattr("attn_dispatch.selection.ranks.Session", lambda: Session(QUICK))
+        return tuned.store()
+
+    yield put
+    registry.reset(before)
+
+
+def read_clock(steps: dict[str, Callable[[], object]], *_: Any) -> dict[str, Timing]:
+    """In place of a real clock, which another process may disturb: what is called liked or slow takes long."""
+    for step in steps.values():
+        step()
+    return {name: Timing(3000.0 if name in ("liked", "slow") else 100.0, 1.0) for name in steps}
+
+
+@pytest.fixture(autouse=True)
+def steady_clock(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if "real_clock" not in request.fixturenames:
+        monkeypatch.setattr("attn_dispatch.selection.tuner.interleaved", read_clock)
+
+
+@pytest.fixture
+def real_clock() -> None:
+    """Ask for this to measure."""
+
+
+def slowly(op: AttentionOp, q: Any, k: Any, v: Any, t: Any, raw: Raw) -> None:
+    time.sleep(0.05)
+
+
+def x(sq: int = 24, d: int = 8) -> torch.Tensor:
+    return torch.randn(1, 2, sq, d)
+
+
+# --- the gate -------------------------------------------------------------------------------------------------------
+
+
+def no_scale(op, q, k, v, t, raw):
+    return reference.attention(op.with_(scale=1.0), q, k, v, t)
+
+
+def mask_off_by_one(op, q, k, v, t, raw):
+    return reference.attention(op.with_(q_offset=1), q, k, v, t)
+
+
+def no_lse(op, q, k, v, t, raw):
+    return Raw(raw.out, raw.lse + 0.01)
+
+
+def nan_rows(op, q, k, v, t, raw):
+    return Raw(torch.where(torch.isneginf(raw.lse)[..., None], torch.nan, raw.out), raw.lse)
+
+
+def overflow(op, q, k, v, t, raw):
+    scores = (q @ k.transpose(-1, -2) * op.effective_scale).masked_fill(
+        ~op.mask.dense(q.shape[2], k.shape[2], 0, t, "cpu"), -torch.inf
+    )
+    e = scores.exp()
+    return Raw(e / e.sum(-1, keepdim=True) @ v, raw.lse)
+
+
+def writes(op, q, k, v, t, raw):
+    q.detach().mul_(1.5)
+
+
+def no_gradient(op, q, k, v, t, raw):
+    return Raw(raw.out + 0.1 * (v.mean() - v.mean().detach()), raw.lse)
+
+
+def half_precision(op, q, k, v, t, raw):
+    return Raw(raw.out.bfloat16().float(), raw.lse)
+
+
+def wrong_shape(op, q, k, v, t, raw):
+    return Raw(raw.out[:, :1], raw.lse)
+
+
+LIES = {
+    "a dropped scale": (no_scale, {}, "out is"),
+    "a mask off by one": (mask_off_by_one, {}, "out is"),
+    "a wrong lse": (no_lse, {"outputs": Outputs(lse=True)}, "lse is"),
+    "NaN in empty rows": (nan_rows, {"q_offset": -3}, "out has NaN"),
+    "a softmax without its maximum": (overflow, {}, "out"),
+    "a changed input": (writes, {}, "changes its input query"),
+    "a wrong gradient": (no_gradient, {"grad": ("query", "key", "value")}, "gradient of value"),
+    "a lower precision": (half_precision, {}, "out is"),
+    "a wrong shape": (wrong_shape, {}, "out has shape"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_the_gate_stops_what_is_wrong_and_says_how(lie):
+    """Peer bug (SGLang's tests, atol 0.1 on constant inputs): an off-by-one mask must not pass."""
+    spoil, changes, words = LIES[lie]
+    op = op_of(mask=Causal(), **changes)
+    verdict = run_gate("liar", op, registry_of(Toy("liar", spoil=spoil)))
+    assert words in verdict.problem
+    assert run_gate("honest", op, registry_of(Toy("honest"))).problem == ""
+
+
+def test_a_liar_is_a_record_and_never_wins():
+    entry = tune(op_of(mask=Causal()), registry_of(Toy("liar", 1, no_scale), Toy("slow", 5)), Session(QUICK))
+    assert entry.winner == "slow"
+    record = entry.record("liar")
+    assert record is not None
+    assert record.status == "wrong"
+    assert record.median_us is None
+    assert record.errors["out"] > 1
+
+
+def test_the_error_of_a_winner_is_in_its_record():
+    record = tune(op_of(), registry_of(Toy("one")), Session(QUICK)).record("one")
+    assert record is not None
+    assert 0 <= record.errors["out"] < 1
+
+
+def test_large_problems_are_checked_at_their_own_size_row_by_row():
+    def only_large(op, q, k, v, t, raw):
+        return no_scale(op, q, k, v, t, raw) if k.shape[2] > 2000 else None
+
+    op = op_of(2048, 2048)
+    assert "rows 0 to 8" in run_gate("liar", op, registry_of(Toy("liar", spoil=only_large))).problem
+
+
+# --- choosing -------------------------------------------------------------------------------------------------------
+
+
+def timing(median: float, spread: float = 0.5, *samples: float) -> Timing:
+    return Timing(median, spread, samples)
+
+
+@pytest.mark.parametrize(
+    ("times", "winner"),
+    [
+        ({"a": timing(100), "b": timing(98)}, "a"),  # 2 %: not worth a switch
+        ({"a": timing(100), "b": timing(90)}, "b"),
+        ({"a": timing(100, 20), "b": timing(90)}, "a"),  # the spread is wider than the gain
+        ({"a": timing(200), "b": timing(101), "c": timing(100)}, "b"),  # a tie among challengers goes by the order too
+        ({"c": timing(5)}, "c"),
+        ({"a": timing(10, 9, 10, 20, 10, 20), "b": timing(9, 9, 8, 16, 8, 16)}, "b"),  # always faster, in each round
+    ],
+)
+def test_a_switch_must_gain_more_than_three_percent_and_the_spread(times, winner):
+    ranking, why = choose(["a", "b", "c"], times)
+    assert ranking[0] == winner
+    assert set(ranking) == set(times)
+    assert why
+
+
+def test_the_faster_one_wins_against_the_estimate(real_clock):
+    patient = Session(replace(QUICK, rounds=5, final_rounds=5))
+    entry = tune(op_of(), registry_of(Toy("liked", 1, slowly), Toy("fast", 2)), patient)
+    assert entry.ranking == ("fast", "liked")
+    assert "faster than liked" in entry.why
+
+
+def test_what_cannot_win_is_pruned_with_the_reason():
+    cheap = [Toy(f"b{n}", 1.0 + n / 10) for n in range(3)]
+    entry = tune(op_of(), registry_of(*cheap, Toy("dear", 100)), Session(QUICK))
+    record = entry.record("dear")
+    assert record is not None
+    assert record.status == "pruned"
+    assert "100.0x the best; the limit is 8x" in record.note
+    assert {r.name for r in entry.records if r.status == "ok"} == {"b0", "b1", "b2"}
+
+
+def test_nothing_to_tune_is_said():
+    with pytest.raises(NoBackendError, match="nothing to tune"):
+        tune(op_of(skv=24), registry_of(Small("small")), Session(QUICK))
+
+
+def test_forward_and_backward_are_timed_as_one():
+    calls: list[str] = []
+
+    class Counting(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, out):
+            calls.append("forward")
+            return out.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            calls.append("backward")
+            return grad
+
+    def spoil(op, q, k, v, t, raw):
+        return Raw(Counting.apply(raw.out), raw.lse)
+
+    tune(op_of(grad=("query",)), registry_of(Toy("one", spoil=spoil)), Session(QUICK))
+    assert calls.count("backward") == calls.count("forward") > len(KINDS)
+
+
+# --- failures are records ---------------------------------------------------------------------------------------------
+
+
+def dies(op, q, k, v, t, raw):
+    ctypes.string_at(0)
+
+
+def leaves(op, q, k, v, t, raw):
+    os._exit(7)
+
+
+def hangs(op, q, k, v, t, raw):
+    time.sleep(600)
+
+
+def eats_memory(op, q, k, v, t, raw):
+    return torch.ones(1 << 46, dtype=torch.uint8)
+
+
+def raises(op, q, k, v, t, raw):
+    raise ValueError("not today")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "status", "words"),
+    [
+        (dies, "crashed", "SIGSEGV"),
+        (leaves, "crashed", "exited with 7"),
+        (hangs, "timeout", "more than 20 s"),
+        (eats_memory, "memory", ""),
+        (raises, "error", "ValueError: not today"),
+        (no_scale, "wrong", "times what is allowed off"),
+    ],
+)
+def test_a_stranger_that_fails_is_a_record_and_the_process_lives(spoil, status, words):
+    strangers = registry_of(Toy("bad", 1, spoil), Toy("eager", 5), ours=False)
+    origins = {"eager": "attn-dispatch 0", "bad": "bad-plugin 1.0"}
+    entry = tune(op_of(), replace(strangers, origins=origins), Session(replace(QUICK, limit_s=20.0)))
+    record = entry.record("bad")
+    assert entry.winner == "eager"
+    assert record is not None
+    assert record.status == status
+    assert words in record.note
+    assert "bad-plugin 1.0" in record.version
+
+
+def test_a_stranger_that_is_right_is_timed():
+    toys = registry_of(Toy("good", 1), Toy("slow", 2), ours=False)
+    entry = tune(op_of(), replace(toys, origins={"slow": "attn-dispatch 0"}), Session(QUICK))
+    assert entry.winner == "good"
+
+
+def test_one_of_ours_that_raises_is_a_record():
+    entry = tune(op_of(), registry_of(Toy("bad", 1, raises), Toy("good", 2)), Session(QUICK))
+    assert entry.ranking == ("good",)
+
+
+# --- nothing is disturbed ---------------------------------------------------------------------------------------------
+
+
+def test_tuning_leaves_everything_as_it_was(install):
+    install(Toy("one", 1), Toy("two", 2))
+    q, k, v = (x().requires_grad_() for _ in range(3))
+    q.grad = torch.ones_like(q)
+    kept = [t.detach().clone() for t in (q, k, v)]
+    torch.manual_seed(3)
+    state, threads = torch.get_rng_state(), torch.get_num_threads()
+    with dispatch.use(autotune="on"):
+        dispatch.attention(q, k, v, dropout_p=0.0)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.get_num_threads() == threads
+    assert all(torch.equal(a.detach(), b) for a, b in zip((q, k, v), kept, strict=True))
+    assert torch.equal(q.grad, torch.ones_like(q))
+    assert k.grad is None
+
+
+@pytest.mark.parametrize("around", ["inference_mode", "default dtype", "default device", "replace_sdpa", "autocast"])
+def test_tuning_works_whatever_is_set_around_it(around, install):
+    store = install(Toy("one", 1), Toy("two", 2))
+    q = x()
+    scopes = {
+        "inference_mode": torch.inference_mode,
+        "default device": lambda: torch.device("meta"),
+        "replace_sdpa": dispatch.replace_sdpa,
+        "autocast": lambda: torch.autocast("cpu", enabled=False),
+        "default dtype": torch.no_grad,
+    }
+    if around == "default dtype":
+        torch.set_default_dtype(torch.float64)
+    try:
+        with scopes[around](), dispatch.use(autotune="on"):
+            dispatch.attention(q, q, q)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    ((_, entry),) = store.entries()
+    assert isinstance(entry, Entry)
+    assert {r.status for r in entry.records} == {"ok"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_sample_fits_its_op_and_leaves_the_random_state_alone(kind):
+    op = op_of(mask=Causal(), grad=("query",))
+    state = torch.get_rng_state()
+    sample = make_sample(op, kind)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert sample.query.requires_grad
+    assert not sample.key.requires_grad
+    assert torch.equal(sample.key, make_sample(op, kind).key)
+
+
+# --- the modes --------------------------------------------------------------------------------------------------------
+
+
+def entry_for(op: AttentionOp, *ranking: str, version: str = "attn-dispatch 0, {} 1") -> Entry:
+    from attn_dispatch.selection.environment import environment
+
+    records = tuple(Record(n, "ok", 10.0 * i, 1.0, {}, version.format(n)) for i, n in enumerate(ranking, 1))
+    return Entry(op.bucketed(), op, records, ranking, environment("cpu"), "2026-01-01T00:00:00", 1.0, "measured it")
+
+
+def chosen(q: torch.Tensor, **options: Any) -> tuple[str, str]:
+    decision = dispatch.plan(q, q, q, **options).decision
+    return decision.chosen.name, decision.source
+
+
+def described(q: torch.Tensor, **options: Any) -> AttentionOp:
+    return dispatch.explain(q, q, q, **options).op
+
+
+def test_off_looks_at_nothing_and_cached_at_what_is_there(install):
+    store = install(Toy("one", 1), Toy("two", 2))
+    store.put(entry_for(described(x()), "two", "one"))
+    with dispatch.use(autotune="off"):
+        assert chosen(x()) == ("one", "heuristic")
+    with dispatch.use(autotune="cached"):
+        assert chosen(x()) == ("two", "tuned")
+        assert chosen(x(200)) == ("one", "heuristic")  # a miss is not measured
+    assert len(list(store.files())) == 1
+
+
+def test_on_measures_a_miss_once_and_keeps_it(install, monkeypatch):
+    store = install(Toy("liked", 1), Toy("fast", 2))
+    seen: list[AttentionOp] = []
+    monkeypatch.setattr("attn_dispatch.selection.ranks.tune", lambda op, *rest: seen.append(op) or tune(op, *rest))
+    with dispatch.use(autotune="on"):
+        for _ in range(3):
+            dispatch.attention(x(), x(), x())
+            assert chosen(x(20)) == ("fast", "tuned")  # the same bucket
+    assert len(seen) == 1
+    ((_, entry),) = store.entries()
+    assert isinstance(entry, Entry)
+    assert entry.measured.Sq == 24
+    with dispatch.use(autotune="cached"):
+        assert chosen(x()) == ("fast", "tuned")  # a decision that was made before is forgotten
+
+
+def test_force_measures_anew_once(install, monkeypatch):
+    store = install(Toy("liked", 1, slowly), Toy("fast", 2))
+    store.put(entry_for(described(x()), "liked", "fast"))
+    seen: list[AttentionOp] = []
+    monkeypatch.setattr("attn_dispatch.selection.ranks.tune", lambda op, *rest: seen.append(op) or tune(op, *rest))
+    with dispatch.use(autotune="force"):
+        for _ in range(3):
+            assert chosen(x()) == ("fast", "tuned")
+    assert len(seen) == 1
+
+
+def test_assert_raises_on_a_miss_and_says_how_the_nearest_entry_differs(install):
+    store = install(Toy("one", 1), Toy("two", 2))
+    store.put(entry_for(described(x(), is_causal=True), "two"))
+    with dispatch.use(autotune="assert"):
+        assert chosen(x(), is_causal=True) == ("two", "tuned")
+        with pytest.raises(NotTunedError, match="mask: measured Causal, asked none"):
+            dispatch.attention(x(), x(), x())
+
+
+def test_nothing_is_measured_while_something_else_records_what_runs(install):
+    store = install(Toy("one", 1), Toy("two", 2))
+    with dispatch.use(autotune="on"):
+        torch.vmap(lambda q: dispatch.attention(q, q, q))(torch.randn(3, 1, 2, 24, 8))
+        q = x()
+        torch.func.grad(lambda t: dispatch.attention(t, t, t).sum())(q)
+        torch.export.export(_Module(), (q,))
+        assert dispatch.explain(q, q, q).source == "heuristic"
+    assert not list(store.files())
+
+
+class _Module(torch.nn.Module):
+    def forward(self, q: torch.Tensor) -> torch.Tensor:
+        return dispatch.attention(q, q, q)
+
+
+@pytest.mark.parametrize("mode", AUTOTUNE_MODES)
+@pytest.mark.parametrize("pin_mode", ["prefer", "require"])
+@pytest.mark.parametrize("tuned_before", [True, False])
+def test_tuning_never_overrides_a_pin(mode, pin_mode, tuned_before, install):
+    """Peer bug (SGLang #39882)."""
+    pins = Pins((Pin(When(), ("pinned",), mode=pin_mode, where="pins.yaml:3"),))
+    store = install(Toy("pinned", 50), Toy("fast", 1), pins=pins)
+    if tuned_before:
+        store.put(entry_for(described(x()), "fast", "pinned"))
+    with dispatch.use(autotune=mode):
+        assert chosen(x()) == ("pinned", "pin pins.yaml:3")
+        assert chosen(x(), backend="fast") == ("fast", "backend=")  # and a call's own argument beats the pin
+        assert dispatch.explain(x(), x(), x()).source == "pin pins.yaml:3"
+    assert len(list(store.files())) == tuned_before
+
+
+@pytest.mark.parametrize("mode", ["cached", "on", "assert"])
+def test_what_a_pin_bars_does_not_run_though_it_was_fastest(mode, install):
+    pins = Pins((Pin(When(), avoid=("fast",), where="pins.yaml:3"),))
+    store = install(Toy("fast", 1), Toy("other", 2), pins=pins)
+    store.put(entry_for(described(x()), "fast", "other"))
+    with dispatch.use(autotune=mode):
+        assert chosen(x()) == ("other", "tuned")
+        assert "barred by pin pins.yaml:3" in str(dispatch.explain(x(), x(), x()))
+
+
+def test_a_pin_that_cannot_run_falls_to_what_was_measured_and_says_so_once(install):
+    pins = Pins((Pin(When(), ("small",), where="pins.yaml:3"),))
+    store = install(Small("small", 1), Toy("one", 2), Toy("two", 3), pins=pins)
+    store.put(entry_for(described(x(), backend="one"), "two", "one"))
+    with dispatch.use(autotune="cached"):
+        with pytest.warns(FallbackWarning, match=r"pin pins.yaml:3 prefers small, which cannot run it: .*Skv 24 > 12"):
+            assert chosen(x()) == ("two", "tuned")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert chosen(x(23)) == ("two", "tuned")
+
+
+# --- a winner that is gone, declines or is stale ----------------------------------------------------------------------
+
+
+def test_a_winner_that_is_gone_gives_way_to_the_next_in_the_ranking(install):
+    store = install(Toy("one", 1), Toy("two", 2), Toy("three", 3))
+    store.put(entry_for(described(x()), "gone", "three", "two"))
+    with dispatch.use(autotune="cached"):
+        plan = dispatch.plan(x(), x(), x())
+    assert (plan.name, plan.decision.source) == ("three", "tuned")
+    assert "gone cannot run it" in plan.decision.why
+
+
+def test_a_winner_that_declines_this_shape_of_its_bucket_gives_way_to_the_next_measured(install):
+    store = install(Small("small", 9), Toy("one", 1), Toy("two", 2))
+    store.put(entry_for(described(x(10)), "small", "two", "one"))
+    with dispatch.use(autotune="cached"):
+        assert chosen(x(10)) == ("small", "tuned")
+        assert chosen(x(14))[0] == "two"  # capability is checked again on the true shape
+        assert chosen(x(10)) == ("small", "tuned")
+
+
+def test_an_entry_of_other_versions_is_a_miss_and_one_warning(install):
+    store = install(Toy("one", 1), Toy("two", 2, version="2"))
+    store.put(entry_for(described(x()), "two", "one"))
+    with dispatch.use(autotune="cached"):
+        with pytest.warns(
+            StoreWarning, match="two was measured with attn-dispatch 0, two 1, here is attn-dispatch 0, two 2"
+        ):
+            assert chosen(x()) == ("one", "heuristic")
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert chosen(x(23)) == ("one", "heuristic")
+
+
+def test_a_corrupt_store_never_stops_a_call(install):
+    store = install(Toy("one", 1))
+    path = store.put(entry_for(described(x()), "one"))
+    assert path is not None
+    path.write_text('{"schema": 1, "op":')
+    store.forget()
+    with dispatch.use(autotune="cached"), pytest.warns(StoreWarning, match=path.name):
+        dispatch.attention(x(), x(), x())
+
+
+def test_a_home_that_cannot_be_written_never_stops_a_call(install):
+    install(Toy("liked", 1), Toy("fast", 2), root=Path("/proc/nowhere"))
+    with dispatch.use(autotune="on"):
+        with pytest.warns(StoreWarning, match="kept in this process only"):
+            dispatch.attention(x(), x(), x())
+        assert chosen(x()) == ("fast", "tuned")
+
+
+def test_explain_shows_what_was_measured(install):
+    store = install(Toy("one", 1), Toy("two", 2))
+    store.put(entry_for(described(x()), "two", "one"))
+    with dispatch.use(autotune="cached"):
+        report = dispatch.explain(x(), x(), x())
+        assert "10 us measured" in str(report)
+        assert report.to_dict()["measured_us"] == {"two": 10.0, "one": 20.0}
+        assert "not tuned: no entry" in str(dispatch.explain(x(100), x(100), x(100)))
+
+
+def test_a_warm_call_is_the_same_tuned_and_untuned(install):
+    """A tuned lookup adds nothing to the warm call: by then there is a route, and the store is not asked."""
+    store = install(Toy("one", 1), Toy("two", 2))
+    q = x()
+    store.put(entry_for(described(q), "two"))
+    with dispatch.use(autotune="cached"):
+        dispatch.attention(q, q, q)
+        tuned._store = None  # whoever asks it now makes a new one
+        dispatch.attention(q, q, q)
+        assert tuned._store is None
+
+
+@pytest.mark.parametrize("by", ["a pin", "a tuned result"])
+def test_a_compiled_graph_runs_what_an_eager_call_runs(by, install, monkeypatch):
+    """Peer bug (PyTorch: a priority that is lost under compile)."""
+    ran: list[str] = []
+
+    def noted(name: str) -> Toy:
+        return Toy(name, 1 if name == "liked" else 2, lambda *_: ran.append(name))
+
+    pins = Pins((Pin(When(), ("wanted",), where="pins.yaml:3"),)) if by == "a pin" else Pins()
+    store = install(noted("liked"), noted("wanted"), pins=pins)
+    monkeypatch.setattr("attn_dispatch.plan.settings", lambda: Settings((), None, "cached"))
+    if by == "a tuned result":
+        store.put(entry_for(described(x()), "wanted", "liked"))
+    torch._dynamo.reset()
+    dispatch.attention(x(), x(), x())
+    torch.compile(_Module(), backend="eager", fullgraph=True)(x())
+    assert ran == ["wanted", "wanted"]
+
+
+def test_nothing_chosen_is_traced_as_sdpa(install):
+    install(Toy("liked"))
+    graphs: list[list[Any]] = []
+
+    def look(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        graphs.append([node.target for node in graph.graph.nodes if node.op == "call_function"])
+        return graph
+
+    torch._dynamo.reset()
+    torch.compile(_Module(), backend=look, fullgraph=True)(x())
+    assert graphs == [[torch.nn.functional.scaled_dot_product_attention]]

@@ -26,7 +26,8 @@ from attn_dispatch.ir.atoms import (
     Window,
 )
 from attn_dispatch.ir.masks import EMPTY, And, Mask, Not, Or
-from attn_dispatch.ir.ops import AttentionOp, SelectOp
+from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.select_op import SelectOp
 from attn_dispatch.ir.tensors import Ref, TensorDesc
 from attn_dispatch.ir.weights import Linear
 

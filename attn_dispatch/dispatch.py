@@ -25,12 +25,13 @@ from attn_dispatch.plan import Plan, make_plan
 from attn_dispatch.registry import current
 from attn_dispatch.report import Report, make_report
 from attn_dispatch.routes import Route, make_guard, routes
+from attn_dispatch.select import select
 from attn_dispatch.selection.candidates import rebuild
 from attn_dispatch.selection.decide import Request
 from attn_dispatch.selection.pins import current_pins
 from attn_dispatch.variants import LinearState, Softmax, Variant, stateful, variant_key
 
-__all__ = ["attention", "capture", "explain", "plan", "replace_sdpa", "use"]
+__all__ = ["attention", "capture", "explain", "plan", "replace_sdpa", "select", "use"]
 
 _SOFTMAX = Softmax()
 _NO_OPERANDS: dict[str, torch.Tensor] = {}

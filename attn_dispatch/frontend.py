@@ -16,15 +16,7 @@ import torch
 
 from attn_dispatch import shapes
 from attn_dispatch.errors import InputError, InputTypeError
-from attn_dispatch.ir.atoms import (
-    Causal,
-    Columns,
-    Dense,
-    Full,
-    KeyLengths,
-    QueryLengths,
-    Window,
-)
+from attn_dispatch.ir.atoms import Causal, Columns, Dense, Full, KeyLengths, QueryLengths, Selected, Window
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.ops import END, AttentionOp, Outputs, verify
 from attn_dispatch.ir.scores import Alibi, Bias, ScoreTerm, SoftCap
@@ -284,8 +276,10 @@ class _Builder:
             self.restrict(Dense(self.bind("attn_mask", view)))
 
     def check_mask_operands(self, mask: Mask) -> None:
+        selected = {a.indices: a for a in mask.atoms() if isinstance(a, Selected)}
         for name in mask.refs():
-            self.bind(name)
+            lists = selected.get(Ref(name))
+            self.bind(name, None if lists is None else shapes.checked_indices(lists, self.sizes[3], self.asked))
         b, hq, sq, skv = self.sizes
         for atom in mask.atoms():
             problem = shapes.mask_problem(atom, self.operands, b, hq, sq, skv)

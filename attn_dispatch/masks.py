@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
+from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.ir.atoms import (
     BlockTable,
     Causal,
@@ -28,6 +29,7 @@ from attn_dispatch.ir.atoms import (
     Stride,
     Window,
 )
+from attn_dispatch.ir.listed import first_of_each
 from attn_dispatch.ir.mask_text import parse_mask
 from attn_dispatch.ir.masks import EMPTY, FULL, PARTIAL, Mask
 from attn_dispatch.ir.recognise import recognise
@@ -213,8 +215,42 @@ def key_lengths(lengths: torch.Tensor | Sequence[int]) -> Mask:
 
 
 def selected(indices: torch.Tensor) -> Mask:
-    """Keys by index per query, ``[B, Sq, K]`` or ``[B, Hq, Sq, K]``; -1 is padding, repeats count once (DSA)."""
+    """Keys by index per query (DSA): integers ``[B, Sq, K]``, or ``[B, Hq, Sq, K]`` for a selection per head.
+
+    -1 is padding. `dispatch.select` makes such indices, and one selection serves every layer that shares it. The list
+    is a set: a key listed twice is a mistake, which is looked for here when the indices are on the CPU. Indices beyond
+    the keys are refused by `attention`, before anything runs. The atom ``Selected(indices)`` takes repeats and counts
+    them once.
+
+    Raises:
+        InputError, InputTypeError: a key is listed twice; not integers; a wrong rank.
+
+    Example:
+        >>> selected(torch.tensor([[[2, 0, -1]]])).dense(1, 4).int().tolist()
+        [[[[1, 0, 1, 0]]]]
+    """
+    if isinstance(indices, torch.Tensor):
+        _check_selected(indices)
     return Selected(indices)  # type: ignore[arg-type]
+
+
+def _check_selected(indices: torch.Tensor) -> None:
+    if indices.dtype not in (torch.int32, torch.int64):
+        raise InputTypeError(f"selected indices must be int32 or int64, got {indices.dtype}")
+    if indices.ndim not in (3, 4):
+        remedy = "[B, Sq, K], or [B, Hq, Sq, K] for a selection per head"
+        raise InputError(f"selected indices must have 3 or 4 dimensions, got {list(indices.shape)}", remedy=remedy)
+    if type(indices) is not torch.Tensor or indices.device.type != "cpu" or torch.compiler.is_compiling():
+        return  # looking would wait for the device, or there is nothing to look at
+    if torch._C._functorch.is_functorch_wrapped_tensor(indices):
+        return
+    repeated = (indices >= 0) & ~first_of_each(indices)
+    if bool(repeated.any()):
+        at = repeated.nonzero()[0].tolist()
+        raise InputError(
+            f"key {int(indices[tuple(at)])} is selected twice in batch {at[0]}, row {at[-2]}: a selection is a set",
+            remedy="keep each key once and fill with -1, or masks.Selected(indices), which counts repeats once",
+        )
 
 
 def from_tensor(mask: torch.Tensor) -> Mask:

@@ -39,6 +39,7 @@ from attn_dispatch.ir import (
     Weight,
     bucket,
     verify,
+    verify_select,
 )
 from attn_dispatch.ir.atoms import (
     BlockTable,
@@ -113,4 +114,5 @@ __all__ = [
     "hookimpl",
     "not_useful",
     "verify",
+    "verify_select",
 ]

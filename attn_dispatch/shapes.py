@@ -10,11 +10,12 @@ import torch
 
 from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.ir import atoms
+from attn_dispatch.ir.listed import listed_problem
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.operands import Table
 from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name, short_dtype
 
-__all__ = ["Form", "asked", "check_tensors", "form_of", "mask_problem"]
+__all__ = ["Form", "asked", "check_tensors", "checked_indices", "form_of", "mask_problem"]
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 LAYOUTS = ("bhsd", "bshd")
@@ -215,6 +216,8 @@ def mask_problem(atom: Mask, operands: Mapping[str, TensorDesc], b: int, hq: int
         got = shape(atom.indices)
         if got is not None and (len(got) not in (3, 4) or got[0] not in (1, b) or got[-2] != sq):
             return f"its tensor has shape {list(got)}, must be [B, Sq, K] or [B, Hq, Sq, K] with B {b}, Sq {sq}"
+        if got is not None and len(got) == 4 and got[1] not in (1, hq):
+            return f"its tensor has shape {list(got)}, must be [B, Hq, Sq, K] with Hq {hq} or 1"
     if isinstance(atom, atoms.Dense):
         got = shape(atom.mask)
         pairs = zip(reversed(got or ()), (skv, sq, hq, b), strict=False)
@@ -228,3 +231,21 @@ def mask_problem(atom: Mask, operands: Mapping[str, TensorDesc], b: int, hq: int
         if got is not None and got[-1] * atom.block < skv:
             return f"its table covers {got[-1]} x {atom.block} = {got[-1] * atom.block} keys, there are {skv}"
     return ""
+
+
+def checked_indices(atom: Mask, skv: int, text: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    """A step that hands on the indices of a `Selected` mask, after a look at every call: wrong ones would read
+    somewhere else. Only on the CPU and only with values at hand; elsewhere looking would wait for the device."""
+
+    def check(indices: torch.Tensor) -> torch.Tensor:
+        if indices.dtype not in (torch.int32, torch.int64):
+            problem = f"attn_mask {atom}: indices have dtype {dtype_name(indices.dtype)}; they must be int32 or int64"
+            raise InputTypeError(problem, asked=text)
+        plain = type(indices) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+        plain = plain and not torch._C._functorch.is_functorch_wrapped_tensor(indices)
+        problem = listed_problem(indices, skv) if plain and indices.device.type == "cpu" else ""
+        if problem:
+            raise InputError(f"attn_mask {atom}: {problem}", asked=text)
+        return indices
+
+    return check

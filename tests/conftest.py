@@ -9,6 +9,7 @@ import tempfile
 
 os.environ["ATTN_DISPATCH_AUTOTUNE"] = "off"
 os.environ["ATTN_DISPATCH_CACHE"] = tempfile.mkdtemp(prefix="attn-dispatch-tests-")
+os.environ["XDG_CONFIG_HOME"] = os.environ["ATTN_DISPATCH_CACHE"]  # nor what the developer has pinned
 
 from hypothesis import HealthCheck, settings
 

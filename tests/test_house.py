@@ -57,10 +57,11 @@ ARROWS: dict[str, set[str]] = {
     "tracing": {"errors", "ir", "context", "reference", "shapes", "variants"},
     "torch_op": {"errors", "ir", "state", "variants"},
     "capture": {"errors", "ir", "context", "passes", "plan", "yaml_text"},
+    "select": {"errors", "ir", "shapes", "tracing"},
     "plugin": {"errors", "ir", "capability", "backend", "registry", "rewrites"},
     "dispatch": {
         *("errors", "ir", "context", "tracing", "frontend", "passes", "plan", "registry", "report", "routes"),
-        *("selection", "variants", "shapes", "masks"),
+        *("selection", "variants", "shapes", "masks", "select"),
     },
 }
 # Above dispatch: these may import anything below them.

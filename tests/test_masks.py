@@ -65,7 +65,7 @@ def block_table(draw, n) -> Mask:
 
 def selected(draw, n) -> Mask:
     lead = draw(st.sampled_from([(n.batch,), (n.batch, HEADS)]))
-    return masks.selected(random_ints(draw, -1, n.skv, *lead, n.sq, draw(st.integers(0, 4))))
+    return masks.Selected(random_ints(draw, -1, n.skv, *lead, n.sq, draw(st.integers(0, 4))))
 
 
 def dense(draw, n) -> Mask:
@@ -445,7 +445,7 @@ def test_documents_refuses_lengths_that_are_not_cumulative(bad):
 def test_key_lengths_and_selected_allow_what_their_tensors_say():
     lengths = masks.key_lengths([2, 0]).dense(1, 3)
     assert lengths[:, 0, 0].int().tolist() == [[1, 1, 0], [0, 0, 0]]
-    picked = masks.selected(torch.tensor([[[2, 0, 2], [-1, -1, -1]]])).dense(2, 3)
+    picked = masks.Selected(torch.tensor([[[2, 0, 2], [-1, -1, -1]]])).dense(2, 3)
     assert picked[0, 0].int().tolist() == [[1, 0, 1], [0, 0, 0]]
 
 

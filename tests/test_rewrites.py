@@ -23,6 +23,7 @@ from attn_dispatch.rewrites import MAX_CHAIN, Rewritten, merge_parts
 from attn_dispatch.rewrites.bands import Bands, TileQueries
 from attn_dispatch.rewrites.densify_mask import DensifyMask
 from attn_dispatch.rewrites.fold_groups import FoldGroups
+from attn_dispatch.rewrites.gather import Gather
 from attn_dispatch.rewrites.merge_parts import ApplySinks, MergeParts, merge
 from attn_dispatch.rewrites.pad_head_dim import PadHeadDim
 from attn_dispatch.rewrites.trim_lengths import TrimLengths
@@ -102,6 +103,76 @@ def test_every_numbered_rule_has_a_test_here():
         module = inspect.getmodule(type(rewrite))
         for n in re.findall(r"^(\d+)\. ", module.__doc__, re.M):
             assert f"def test_{module.__name__.rpartition('.')[2]}_rule_{n}_" in this, (rewrite.name, n)
+
+
+# --- gather ----------------------------------------------------------------------------------------------------------
+
+
+def lists(b: int, sq: int, skv: int, count: int) -> torch.Tensor:
+    gen = torch.Generator().manual_seed(2)
+    rows = [torch.randperm(skv, generator=gen)[:count] for _ in range(b * sq)]
+    return torch.stack(rows).view(b, sq, count)
+
+
+@pytest.mark.parametrize("layout", ["bhsd", "cache", "bshd"])
+def test_gather_rule_1_copies_the_selected_rows_once_per_kv_head(layout):
+    call = Call(b=2, hq=4, hkv=2, sq=3, skv=20, attn_mask=masks.causal() & masks.selected(lists(2, 3, 20, 5)))
+    if layout == "cache":  # the front of a longer cache
+        call.tensors[1:] = [torch.cat([x, x], 2)[:, :, :20] for x in call.tensors[1:]]
+    if layout == "bshd":
+        call.tensors[1:] = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in call.tensors[1:]]
+    close(call.run(Gather()), call.want().out)
+    assert [tuple(x.shape) for x in call.inner[0][0]] == [(6, 4, 1, 8), (6, 2, 5, 8), (6, 2, 5, 8)]
+
+
+def test_gather_rule_2_runs_chunks_that_fit_and_a_decode_step_at_once(monkeypatch):
+    decode = Call(hq=4, hkv=2, sq=1, skv=20, attn_mask=masks.selected(lists(1, 1, 20, 5)))
+    close(decode.run(Gather()), decode.want().out)
+    assert len(decode.inner) == 1
+    monkeypatch.setattr("attn_dispatch.rewrites.gather._CHUNK_BYTES", 3 * 2 * 5 * 16 * 4)  # three rows
+    call = Call(hq=4, hkv=2, sq=8, skv=20, return_lse=True, attn_mask=masks.selected(lists(1, 8, 20, 5)))
+    got = call.run(Gather())
+    close(got.out, call.want().out)
+    close(got.lse, call.want().lse)
+    assert [inner[0][0].shape[0] for inner in call.inner] == [3, 3, 2]
+    assert call.apply(Gather()).repeat == pytest.approx(8 / 3)
+
+
+def test_gather_rule_3_masks_padding_repeats_and_what_the_rest_excludes():
+    indices = torch.tensor([[[3, -1, 3, 7], [-1, -1, -1, -1], [9, 2, 19, 2]]])
+    rest = masks.causal() & masks.columns(keep=torch.arange(20) != 2) & masks.key_lengths([19])
+    call = Call(sq=3, skv=20, q_offset=15, attn_mask=masks.Selected(indices) & rest)
+    close(call.run(Gather()), call.want().out)
+    keep = call.inner[0][1]["gathered_keep"]
+    assert keep.int().tolist() == [[1, 0, 0, 1], [0, 0, 0, 0], [1, 0, 0, 0]]
+
+
+def test_gather_rule_3_looks_up_a_mask_per_head():
+    per_head = torch.rand(1, 4, 3, 20, generator=torch.Generator().manual_seed(3)) < 0.5
+    mask = masks.selected(lists(1, 3, 20, 6)) & masks.Dense(per_head)
+    call = Call(hq=4, hkv=2, sq=3, skv=20, attn_mask=mask)
+    close(call.run(Gather()), call.want().out)
+    assert call.inner[0][1]["gathered_keep"].shape == (3, 4, 1, 6)
+
+
+def test_gather_rule_4_has_the_gradients_of_the_masked_form():
+    call = Call(hq=4, hkv=2, sq=3, skv=20, attn_mask=masks.causal() & masks.selected(lists(1, 3, 20, 5)))
+    for x in call.tensors:
+        x.requires_grad_()
+    call.op = call.op.with_(grad=("query", "key", "value"))
+    got = torch.autograd.grad(call.run(Gather()).square().sum(), call.tensors)
+    for mine, theirs in zip(got, torch.autograd.grad(call.want().out.square().sum(), call.tensors), strict=True):
+        close(mine, theirs, 1e-5)
+
+
+def test_gather_rule_5_is_refused_without_short_lists_that_heads_share():
+    assert "no lists" in refusal(Gather(), Call(is_causal=True))
+    long = Call(sq=3, skv=20, attn_mask=masks.selected(lists(1, 3, 20, 11)))
+    assert "lists of 11 keys are not much shorter than Skv 20" in refusal(Gather(), long)
+    heads = lists(2, 3, 20, 4)[None]
+    assert "select different keys" in refusal(Gather(), Call(sq=3, skv=20, attn_mask=masks.selected(heads)))
+    weights = Call(sq=3, skv=20, attn_mask=masks.selected(lists(1, 3, 20, 4)), return_weights=True)
+    assert "weights" in refusal(Gather(), weights)
 
 
 # --- fold_groups -----------------------------------------------------------------------------------------------------

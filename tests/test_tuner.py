@@ -22,7 +22,8 @@ from attn_dispatch.context import AUTOTUNE_MODES
 from attn_dispatch.errors import FallbackWarning, NoBackendError, NotTunedError, StoreWarning
 from attn_dispatch.ir.atoms import Causal
 from attn_dispatch.ir.ops import AttentionOp, Outputs
-from attn_dispatch.ir.tensors import TensorDesc
+from attn_dispatch.ir.tensors import Ref, TensorDesc
+from attn_dispatch.ir.weights import Softmax
 from attn_dispatch.registry import Registry
 from attn_dispatch.selection import tuned
 from attn_dispatch.selection.gate import run_gate
@@ -496,6 +497,20 @@ def test_what_a_pin_bars_does_not_run_though_it_was_fastest(mode, install):
     with dispatch.use(autotune=mode):
         assert chosen(x()) == ("other", "tuned")
         assert "barred by pin pins.yaml:3" in str(dispatch.explain(x(), x(), x()))
+
+
+def test_a_barred_chain_is_not_the_best_form_of_a_wanted_backend():
+    from attn_dispatch.selection.decide import Request, decide
+
+    registry.reset()
+    q, k = TensorDesc((1, 8, 1, 8), "float32"), TensorDesc((1, 2, 640, 8), "float32")
+    sinks = Softmax(Ref("sinks"))  # sdpa_flash cannot run it plainly, so it is asked for in its best form
+    op = AttentionOp(q, k, k, scale=0.3, weight=sinks, operands=(("sinks", TensorDesc((8,), "float32")),))
+    best = decide(op, registry.current(), [Request(("sdpa_flash",), "pin f:1", False)]).chosen.name
+    assert best.endswith("> sdpa_flash")
+    other = decide(op, registry.current(), [Request(("sdpa_flash",), "pin f:1", False, (best,))]).chosen.name
+    assert other != best
+    assert other.endswith("> sdpa_flash")
 
 
 def test_a_pin_that_cannot_run_falls_to_what_was_measured_and_says_so_once(install):

@@ -1,4 +1,4 @@
-"""The two ops of the IR: `AttentionOp`, and `SelectOp` for learned key selection.
+"""`AttentionOp`, the op of the IR that computes attention; `select_op` has the other one, for learned key selection.
 
 An op is a frozen value without tensors: cache key, pin matcher, workload line, ONNX metadata and test id are all this
 one value. What a tensor-valued argument is called inside an op: ``query key value`` and the names of `operands`.
@@ -22,7 +22,7 @@ from attn_dispatch.ir.scores import Alibi, Bias, ScoreTerm, SoftCap
 from attn_dispatch.ir.tensors import Ref, TensorDesc, short_dtype
 from attn_dispatch.ir.weights import Linear, Softmax, Weight
 
-__all__ = ["END", "AttentionOp", "Outputs", "SelectOp", "bucket", "verify"]
+__all__ = ["END", "AttentionOp", "Outputs", "bucket", "verify"]
 
 END = "end"  # q_offset = Skv - Sq: the last query sees the last key, whatever the lengths are
 
@@ -361,23 +361,6 @@ def _parse_term(text: str) -> ScoreTerm:
     if name == "SoftCap":
         return SoftCap(float(argument))
     return {"Bias": Bias, "Alibi": Alibi}[name](Ref(argument))
-
-
-@dataclass(frozen=True)
-class SelectOp:
-    """DSA's selection: score keys by a lightning indexer, keep the best per query (DeepSeek-V3.2).
-
-    ``I[t, s] = sum_h weights[t, h] * relu(q[t, h] . k[s])``; the result is indices ``[B, Sq, top_k]``, -1 where there
-    are fewer allowed keys. Set semantics: the order means nothing, ties go to the lowest index.
-    """
-
-    query: TensorDesc
-    key: TensorDesc
-    weights: TensorDesc
-    top_k: int
-    activation: str = "relu"
-    mask: Mask = field(default_factory=Full)
-    q_offset: int | str = 0
 
 
 def _wrong_state(op: AttentionOp, names: set[str]) -> str:

@@ -6,12 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from attn_dispatch.nn.indexer import LightningIndexer
     from attn_dispatch.nn.linear_attention import LinearAttention
     from attn_dispatch.nn.retention import Retention
 
-__all__ = ["LinearAttention", "Retention"]
+__all__ = ["LightningIndexer", "LinearAttention", "Retention"]
 
-_HOME = {"LinearAttention": "linear_attention", "Retention": "retention"}
+_HOME = {"LightningIndexer": "indexer", "LinearAttention": "linear_attention", "Retention": "retention"}
 
 
 def __getattr__(name: str) -> Any:

@@ -21,6 +21,7 @@ def attn_dispatch_rewrites() -> list[Rewrite]:
     from attn_dispatch.rewrites.bands import Bands, TileQueries
     from attn_dispatch.rewrites.densify_mask import DensifyMask
     from attn_dispatch.rewrites.fold_groups import FoldGroups
+    from attn_dispatch.rewrites.gather import Gather
     from attn_dispatch.rewrites.merge_parts import ApplySinks, MergeParts
     from attn_dispatch.rewrites.pad_head_dim import PadHeadDim
     from attn_dispatch.rewrites.trim_lengths import TrimLengths
@@ -30,6 +31,7 @@ def attn_dispatch_rewrites() -> list[Rewrite]:
         TrimLengths(),
         Bands(),
         TileQueries(),
+        Gather(),
         ApplySinks(),
         FoldGroups(),
         MergeParts(),

@@ -134,6 +134,8 @@ def decide(
     legal, refused = ranked(op, registry)
     notes: list[str] = []
     for request in requests:
+        legal, barred = _without(request, legal)
+        refused |= barred
         found = next((c for name in request.names if (c := _matching(name, legal, registry)) is not None), None)
         if found is not None:
             why = f"asked for by {request.source}"
@@ -145,8 +147,6 @@ def decide(
             asked = ", ".join(request.names)
             notes.append(f"{request.source} prefers {asked}, which cannot run it: {_brief(reasons)}")
             _warn_once(notes[-1])
-        legal, barred = _without(request, legal)
-        refused |= barred
     if not legal:
         alone = {n: r for n, r in refused.items() if ">" not in n}
         raise NoBackendError(_report(op, None, alone, legal), {n: list(r) for n, r in refused.items()})

@@ -143,10 +143,11 @@ def _longformer(n: Sizes, gen: torch.Generator) -> dict[str, Any]:
     return {"attn_mask": masks.longformer(2, keep)}
 
 
-def _selected(n: Sizes, gen: torch.Generator) -> dict[str, Any]:
+def _selected(n: Sizes, gen: torch.Generator, rest: masks.Mask | None = None) -> dict[str, Any]:
     indices = torch.randint(-1, n.Skv, (n.B, n.Sq, 5), generator=gen)
-    indices[:, 0] = -1
-    return {"attn_mask": masks.selected(indices), "_indices": indices}
+    indices[:, : n.Sq // 2 : 3] = -1
+    mask: masks.Mask = masks.Selected(indices)  # type: ignore[arg-type]
+    return {"attn_mask": mask if rest is None else mask & rest, "_indices": indices}
 
 
 def _is_selected(w: Where, a: dict[str, Any]) -> torch.Tensor:
@@ -247,6 +248,13 @@ MASKS: dict[str, MaskCase] = {
         lambda w, a: ((w.end - w.j).abs() <= 2) | _is_global(w.j, w.n.Skv) | _is_global(w.i, w.n.Skv),
     ),
     "selected": MaskCase(_selected, _is_selected),
+    "selected_causal": MaskCase(
+        lambda n, gen: _selected(n, gen, masks.causal()), lambda w, a: _is_selected(w, a) & (w.j <= w.end)
+    ),
+    "selected_documents": MaskCase(
+        lambda n, gen: _selected(n, gen, _documents(n, gen)["attn_mask"]),
+        lambda w, a: _is_selected(w, a) & (w.j <= w.end) & (_document_of(w.i, w.n.Skv) == _document_of(w.j, w.n.Skv)),
+    ),
     "causal_not_window": MaskCase(
         _fixed(attn_mask=masks.causal() & ~masks.window(3, 1)),
         lambda w, a: (w.j <= w.end) & ~((w.end - w.j <= 3) & (w.j - w.end <= 1)),
@@ -452,6 +460,18 @@ CASES: tuple[Case, ...] = (
     *(Case(f"mqa_{m}", m, sizes=_MQA) for m in ("none", "causal_end", "both_lengths", "window_causal", "dead_rows")),
     Case("gqa_decode", sizes=replace(_GQA, Sq=1, Skv=33)),
     Case("mqa_decode_lengths", "key_lengths", sizes=replace(_MQA, Sq=1, Skv=33)),
+    # selected keys
+    Case("selected_gqa", "selected_causal", sizes=_GQA, lse=True),
+    Case("selected_wide", "selected_causal", sizes=replace(_RAGGED, Hq=4), lse=True),
+    Case("selected_mqa_dv", "selected", sizes=replace(_MQA, D=24, Dv=16)),
+    Case("selected_decode", "selected_causal", sizes=replace(_GQA, Sq=1, Skv=33)),
+    Case("selected_grad", "selected_causal", sizes=_GQA, grad=_GRAD),
+    Case("selected_grad_dv", "selected_documents", sizes=replace(_GQA, Dv=8), lse=True, grad=_GRAD),
+    Case("selected_sinks", "selected_causal", sinks=True, lse=True),
+    Case("selected_softcap", "selected", softcap=1.5, sizes=_GQA),
+    Case("selected_bshd", "selected_causal", layout="bshd", sizes=_GQA),
+    *(Case(f"selected_{s}", "selected_causal", strides=s) for s in ("transposed", "scattered", "expanded")),
+    *(Case(f"selected_{d}", "selected_causal", dtype=d, sizes=_GQA) for d in ("float64", "bfloat16", "float16")),
     # sizes
     Case("dv_smaller", "causal", sizes=replace(_S, D=24, Dv=8)),
     Case("dv_larger", "bool", sizes=replace(_S, D=8, Dv=20), lse=True),

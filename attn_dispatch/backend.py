@@ -10,6 +10,7 @@ import torch
 
 from attn_dispatch.capability import Capability, Reason, compare
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.state import LinearState
 
 __all__ = ["Backend", "Cost", "Executable", "Operands", "Raw", "Run"]
 
@@ -17,14 +18,18 @@ Operands = Mapping[str, torch.Tensor]
 
 
 class Raw(NamedTuple):
-    """What an executable returns when more than the output is wanted; ``lse`` is ``[B, Hq, Sq]`` in fp32 (fp64)."""
+    """What an executable returns when more than the output is wanted; ``lse`` is ``[B, Hq, Sq]`` in fp32 (fp64).
+
+    ``state`` is the linear family's, made of tensors of its own.
+    """
 
     out: torch.Tensor
     lse: torch.Tensor | None = None
     weights: torch.Tensor | None = None
+    state: LinearState | None = None
 
 
-# run(query, key, value, operands) -> out, or Raw when op.outputs asks for lse or weights
+# run(query, key, value, operands) -> out, or Raw when op.outputs asks for more
 Run = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, Operands], Any]
 
 

@@ -113,6 +113,8 @@ _TEXT = {
     "scale<=0": "scale {op.effective_scale:g} <= 0",
     "sinks": "sinks",
     "decay": "decay",
+    "state:in": "a state to start from",
+    "state:out": "return_state",
     "q_offset:nonzero": "a mask at q_offset {op.q_offset}",
     "q_offset:tensor": "q_offset per batch",
     "score:SoftCap": "softcap",

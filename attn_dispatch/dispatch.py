@@ -29,7 +29,7 @@ from attn_dispatch.select import select
 from attn_dispatch.selection.candidates import rebuild
 from attn_dispatch.selection.decide import Request
 from attn_dispatch.selection.pins import current_pins
-from attn_dispatch.variants import Softmax, Variant
+from attn_dispatch.variants import LinearState, Softmax, Variant, stateful, variant_key
 from attn_dispatch.varlen import varlen_attention
 
 __all__ = ["attention", "capture", "explain", "plan", "replace_sdpa", "select", "use", "varlen_attention"]
@@ -61,6 +61,8 @@ def attention(
     block_table: torch.Tensor | None = None,
     q_offset: int | torch.Tensor | None = None,
     variant: Variant = _SOFTMAX,
+    state: LinearState | None = None,
+    return_state: bool = False,
     layout: str = "bhsd",
     return_lse: bool = False,
     return_weights: bool = False,
@@ -91,6 +93,9 @@ def attention(
         q_offset: key position of query 0, an int or an int tensor ``[B]``; default 0 for ``is_causal``, else Skv - Sq
             (``key_lengths - Sq`` with a ``block_table``).
         variant: from `attn_dispatch.variants`; default softmax.
+        state: what linear attention or retention starts from, a `variants.LinearState`; it stands before key 0, is not
+            changed, and fits the variant, heads and sizes of the call.
+        return_state: return ``(out, state)``, the state after the last key, made of new tensors.
         return_lse: return ``(out, lse)``; lse ``[B, Hq, Sq]`` is -inf for an empty row.
         return_weights: return ``(out, weights)``, or ``(out, lse, weights)`` with both.
         backend: a backend or chain to use, or a list in order of preference; never falls back.
@@ -113,6 +118,8 @@ def attention(
         key, value, attn_mask, bias, q_offset = paging.page_in(
             query, key, value, block_table, key_lengths, attn_mask, bias, is_causal, window, q_offset, layout
         )
+    if return_state or state is not None:
+        variant = stateful(variant, state, return_state)
     if _tracing():
         return tracing.compiled(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, bias, sinks,
@@ -224,7 +231,8 @@ class _Call:
         scale: Any = None, enable_gqa: Any = False, *, window: Any = None, softcap: Any = None, bias: Any = None,
         sinks: Any = None, query_lengths: Any = None, key_lengths: Any = None, q_offset: Any = None,
         variant: Any = _SOFTMAX, layout: Any = "bhsd", return_lse: Any = False, return_weights: Any = False,
-        backend: Any = None, block_table: Any = None,
+        backend: Any = None, block_table: Any = None, state: Any = None,
+        return_state: Any = False,
     ) -> _Call:  # fmt: skip
         """Sort the arguments of `attention`."""
         notes: list[str] = []
@@ -233,6 +241,8 @@ class _Call:
                 query, key, value, block_table, key_lengths, attn_mask, bias, is_causal, window, q_offset, layout
             )
             notes.append(f"pages gathered into {max(key.shape[1:3])} rows")
+        if return_state or state is not None:
+            variant = stateful(variant, state, return_state)
         attn_mask, q_offset = _recognised(attn_mask, query, value, window, is_causal, q_offset, notes)
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
         return cls.sorted(
@@ -304,7 +314,7 @@ def _slow(
         options = (
             mask if isinstance(mask, str) or mask is None else mask.text, tuple(named), is_causal, dropout_p, scale,
             enable_gqa, window, softcap, None if "q_offset" in named else q_offset,
-            type(variant) if "decay" in named else variant, layout, return_lse, return_weights, backend, _context(),
+            variant_key(variant), layout, return_lse, return_weights, backend, _context(),
             _deterministic(), forward_ad._current_level,
         )  # fmt: skip
         try:

@@ -21,8 +21,10 @@ from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.ops import END, AttentionOp, Outputs, verify
 from attn_dispatch.ir.scores import Alibi, Bias, ScoreTerm, SoftCap
 from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name
-from attn_dispatch.ir.weights import Linear, Softmax, Weight
-from attn_dispatch.variants import LinearAttention, Retention, Variant
+from attn_dispatch.ir.weights import Softmax, Weight
+from attn_dispatch.linear_call import linear_weight
+from attn_dispatch.state import spread_state
+from attn_dispatch.variants import LinearAttention, Retention, Stateful, Variant
 
 __all__ = ["Binding", "Options", "collect_tensors", "describe"]
 
@@ -94,7 +96,15 @@ def collect_tensors(
         named[name] = value
     if isinstance(q_offset, torch.Tensor):
         named["q_offset"] = q_offset
+    if isinstance(variant, Stateful):
+        named |= {} if variant.state is None else spread_state(variant.state)
+        variant = variant.inner
     if isinstance(variant, Retention):
+        if not isinstance(variant.decay, torch.Tensor):
+            kind = type(variant.decay).__name__
+            raise InputTypeError(f"decay must be a tensor [Hq], got {kind}", remedy="retention_decay(Hq)")
+        if not _is_traced(variant.decay) and variant.decay.device.type == "cpu" and not variant.in_range:
+            raise InputError(f"decay must be in (0, 1], got {variant.decay.tolist()}", remedy="retention_decay(Hq)")
         named["decay"] = variant.decay
     return named, mask
 
@@ -131,7 +141,7 @@ def describe(
     form = shapes.form_of(query, key, value, options.layout, options.enable_gqa, asked)
     q, k, v = form.pack(query, key, value)
     descs = {"query": TensorDesc.of(q), "key": TensorDesc.of(k), "value": TensorDesc.of(v)}
-    build = _Builder(descs["query"], descs["key"], form, asked, options, named)
+    build = _Builder(descs["query"], descs["key"], descs["value"].shape[3], form, asked, options, named)
     build.check_numbers()
     build.add_mask()
     build.add_lengths()
@@ -145,7 +155,7 @@ def describe(
         q_offset=build.resolve_offset(),
         weight=build.weight(),
         dropout_p=float(options.dropout_p),
-        outputs=Outputs(bool(options.return_lse), bool(options.return_weights)),
+        outputs=Outputs(bool(options.return_lse), bool(options.return_weights), build.returns_state),
         operands=tuple(build.operands.items()),
         grad=tuple(n for n in grads if n in descs or n in build.operands) if torch.is_grad_enabled() else (),
         higher_order=higher_order,
@@ -163,6 +173,7 @@ class _Builder:
 
     query: TensorDesc
     key: TensorDesc
+    dv: int
     form: shapes.Form
     asked: str
     options: Options
@@ -172,6 +183,16 @@ class _Builder:
     operands: dict[str, TensorDesc] = field(default_factory=dict)
     prepare: dict[str, Prepare | None] = field(default_factory=dict)
     end_aligned: list[str] = field(default_factory=list)  # arguments whose positions count from the last key
+
+    @property
+    def variant(self) -> Variant | None:
+        """The variant itself, whether or not it runs from a state."""
+        given = self.options.variant
+        return given.inner if isinstance(given, Stateful) else given
+
+    @property
+    def returns_state(self) -> bool:
+        return isinstance(self.options.variant, Stateful) and self.options.variant.returns
 
     @property
     def sizes(self) -> tuple[int, int, int, int]:
@@ -294,7 +315,7 @@ class _Builder:
                 self.fail(f"q_offset must be an int or a tensor [B] = [{self.sizes[0]}], got {list(offset.shape)}")
             return self.bind("q_offset", lambda t: t.reshape(-1))
         positional = self.mask.positional or any(isinstance(term, Alibi) for term in self.score)
-        positional = positional or isinstance(self.options.variant, Retention)
+        positional = positional or isinstance(self.variant, Retention)
         if not positional:
             return 0
         _, _, sq, skv = self.sizes
@@ -329,24 +350,8 @@ class _Builder:
         self.score.append(Bias(self.bind("bias", _as_bias(self.query.dtype, view))))
 
     def weight(self) -> Weight:
-        variant = self.options.variant
-        if isinstance(variant, (LinearAttention, Retention)):
-            refused = {
-                "softcap": self.options.softcap,
-                "sinks": "sinks" in self.named,
-                "dropout_p": self.options.dropout_p,
-            }
-            for name in [n for n, given in refused.items() if given]:
-                self.fail(f"{name} means nothing for {type(variant).__name__}", "leave it out, or variant=Softmax()")
-        if isinstance(variant, LinearAttention):
-            if variant.feature_map not in ("identity", "elu1"):
-                self.fail(f"feature_map must be 'identity' or 'elu1', got {variant.feature_map!r}")
-            return Linear(variant.feature_map, None, variant.normalizer_eps)
-        if isinstance(variant, Retention):
-            decay = variant.decay
-            if tuple(decay.shape) != (self.sizes[1],) or bool(((decay <= 0) | (decay > 1)).any()):
-                self.fail(f"decay must be [Hq] = [{self.sizes[1]}] in (0, 1], got {decay.tolist()}")
-            return Linear("identity", self.bind("decay"), None)
+        if isinstance(self.variant, (LinearAttention, Retention)):
+            return linear_weight(self)
         if "sinks" not in self.named:
             return Softmax()
         sinks = self.named["sinks"]

@@ -25,6 +25,7 @@ from attn_dispatch.selection.candidates import Candidate, build, rebuild
 from attn_dispatch.selection.decide import Decision, Request, decide
 from attn_dispatch.selection.pins import current_pins
 from attn_dispatch.settings import settings
+from attn_dispatch.state import LinearState, WithState, spread_state
 
 __all__ = ["Plan", "PlanCache", "WithLse", "WithLseWeights", "WithWeights", "decisions", "make_plan"]
 
@@ -151,6 +152,8 @@ class Plan:
                     f"the plan was made for {name} {desc} on {desc.device}, got {list(x.shape)} {x.dtype} {x.device}"
                 )
                 raise InputError(problem, remedy="make another plan with dispatch.plan(...)")
+        if isinstance(tensors.get("state"), LinearState):
+            tensors |= spread_state(tensors["state"])
         if unknown := set(tensors) - set(self.tensors):
             raise InputError(f"the plan has no operand {', '.join(sorted(unknown))}; it has {sorted(self.tensors)}")
         return self.run(query, key, value, self.binding.operands({**self.tensors, **tensors}))
@@ -285,9 +288,13 @@ def _broken_contract(
     rows = tuple(q.shape[:3])
     accumulated = torch.float64 if q.dtype == torch.float64 else torch.float32
     parts: list[tuple[str, Any, tuple[int, ...], torch.dtype | None]] = []
-    if wanted.lse or wanted.weights:
+    if wanted.lse or wanted.weights or wanted.state:
         if not isinstance(result, Raw):
+            if wanted.state:
+                return f"run must return Raw(out, state=...) for return_state, got {_kind(result)}"
             return f"run must return Raw(out, lse, weights) for return_lse or return_weights, got {_kind(result)}"
+        if wanted.state and not isinstance(result.state, LinearState):
+            return f"state must be a LinearState, got {_kind(result.state)}"
         parts += [("lse", result.lse, rows, accumulated)] if wanted.lse else []
         parts += [("weights", result.weights, (*rows, k.shape[2]), None)] if wanted.weights else []
         result = result.out
@@ -351,6 +358,8 @@ def _finish(run: Run, op: AttentionOp, binding: Binding) -> Run:
     """From the kernel's ``[B, H, S, D]`` to the caller's rank, layout and result type."""
     form = binding.form
     wants_lse, wants_weights = op.outputs.lse, op.outputs.weights
+    if op.outputs.state:
+        return _finish_state(run, form)
     if form.is_plain and not wants_lse and not wants_weights:
         return run
 
@@ -367,5 +376,18 @@ def _finish(run: Run, op: AttentionOp, binding: Binding) -> Run:
         if wants_lse and wants_weights:
             return WithLseWeights(out, lse, weights)  # type: ignore[arg-type]
         return WithLse(out, lse) if wants_lse else WithWeights(out, weights)  # type: ignore[arg-type]
+
+    return finished
+
+
+def _finish_state(run: Run, form: Any) -> Run:
+    """As `_finish`, for calls that return a state; the frontend lets only 4-D calls do that."""
+
+    def finished(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, t: Operands) -> Any:
+        q, k, v = form.pack(query, key, value)
+        raw = run(q, k, v, t)
+        if not isinstance(raw, Raw) or raw.state is None:
+            raise BackendError(f"a backend returned {type(raw).__name__} without the state that was wanted")
+        return WithState(form.unpack_out(raw.out), raw.state)
 
     return finished

@@ -14,15 +14,18 @@ import torch
 import torch.nn.functional as F
 
 from attn_dispatch.backend import Raw
-from attn_dispatch.ir.atoms import Columns, Full, KeyLengths, KeyRange
+from attn_dispatch.ir.atoms import Columns, Full, KeyLengths, KeyRange, QueryLengths, Rows, Segments
 from attn_dispatch.ir.masks import And, Grid, Mask
+from attn_dispatch.ir.operands import resolve
 from attn_dispatch.ir.ops import END, AttentionOp
 from attn_dispatch.ir.scores import Alibi, Bias, SoftCap
 from attn_dispatch.ir.tensors import Ref
 from attn_dispatch.ir.weights import Linear, Softmax
+from attn_dispatch.state import LinearState, state_dtype
 
 __all__ = [
     "allowed_pairs",
+    "apply_feature_map",
     "apply_terms",
     "attention",
     "column_masks",
@@ -30,6 +33,7 @@ __all__ = [
     "finite",
     "grouped_matmul",
     "hide_columns",
+    "key_count",
     "offset_of",
     "positions",
     "weigh_softmax",
@@ -46,29 +50,36 @@ def attention(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
         tensors: what the op's names stand for.
 
     Returns:
-        ``Raw(out [B, Hq, Sq, Dv], lse [B, Hq, Sq], weights [B, Hq, Sq, Skv])``; weights are those before dropout.
+        ``Raw(out [B, Hq, Sq, Dv], lse [B, Hq, Sq], weights [B, Hq, Sq, Skv], state)``; weights before dropout.
     """
-    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if k.shape[2] == 0 or q.shape[1] == 0:
+    acc = state_dtype(q.dtype)
+    linear = op.weight if isinstance(op.weight, Linear) else None
+    if q.shape[1] == 0 or (k.shape[2] == 0 and linear is None):
         return _no_keys(op, q, v, tensors, acc)
     k, v = hide_columns(op.mask, k, v, tensors)
+    state = _next_state(op, linear, k, v, tensors) if linear is not None and op.outputs.state else None
     k, v, bad = _set_aside_nonfinite(op, k, v)
     q_acc, k_acc = q.to(acc), k.to(acc)
-    if isinstance(op.weight, Linear):
-        q_acc, k_acc = (apply_feature_map(op.weight.feature_map, x) for x in (q_acc, k_acc))
+    if linear is not None:
+        q_acc, k_acc = (apply_feature_map(linear.feature_map, x) for x in (q_acc, k_acc))
     scores = grouped_matmul(q_acc, k_acc.transpose(-1, -2)) * op.effective_scale
     scores = scores if bad is None else scores.masked_fill(_heads(bad.keys, q)[..., None, :], math.nan)
     scores = apply_terms(op, scores, tensors)
     allowed = allowed_pairs(op, q, k, tensors)
     allowed = allowed if bad is None else _without_minus_inf(op, allowed, tensors)
-    weights, lse = _weigh(op, scores, allowed, tensors)
+    carried = None
+    if linear is None:
+        weights, lse = weigh_softmax(op, scores, allowed, tensors)
+    else:
+        weights, lse, carried = _weigh_linear(op, linear, q_acc, scores, allowed, tensors)
     dropped = F.dropout(weights, op.dropout_p) if op.dropout_p > 0 else weights
     out = grouped_matmul(dropped, v.to(acc))
+    out = out if carried is None else out + carried
     if bad is not None:  # a key that a row does attend must still show: 0 * NaN is NaN only where the weight is not 0
         attended = dropped.detach()  # as a constant: the gradient of a row that excludes the key must not see it either
         touched = grouped_matmul((attended != 0).to(acc), bad.values.to(acc)) > 0
         out = out + torch.where(touched, grouped_matmul(attended, bad.raw_v.to(acc)), 0.0)
-    return Raw(out.to(q.dtype), lse, weights.to(q.dtype) if op.outputs.weights else None)
+    return Raw(out.to(q.dtype), lse, weights.to(q.dtype) if op.outputs.weights else None, state)
 
 
 def offset_of(op: AttentionOp, sq: int, skv: int, tensors: Tensors) -> int | torch.Tensor:
@@ -106,15 +117,6 @@ def apply_terms(op: AttentionOp, scores: torch.Tensor, tensors: Tensors) -> torc
     return scores
 
 
-def _weigh(
-    op: AttentionOp, scores: torch.Tensor, allowed: torch.Tensor | None, tensors: Tensors
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores to weights and log-sum-exp."""
-    if isinstance(op.weight, Linear):
-        return _weigh_linear(op, op.weight, scores, allowed, tensors)
-    return weigh_softmax(op, scores, allowed, tensors)
-
-
 def weigh_softmax(
     op: AttentionOp, scores: torch.Tensor, allowed: torch.Tensor | None, tensors: Tensors
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -137,19 +139,98 @@ def weigh_softmax(
     return exponentials / safe, lse.squeeze(-1)
 
 
+# --- the linear family -----------------------------------------------------------------------------------------------
+
+
 def _weigh_linear(
-    op: AttentionOp, weight: Linear, scores: torch.Tensor, allowed: torch.Tensor | None, tensors: Tensors
-) -> tuple[torch.Tensor, torch.Tensor]:
+    op: AttentionOp,
+    weight: Linear,
+    q: torch.Tensor,
+    scores: torch.Tensor,
+    allowed: torch.Tensor | None,
+    tensors: Tensors,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Weights, the logarithm of their sum, and what the incoming state adds to the output; q has its feature map."""
     weights = scores if allowed is None else torch.where(allowed, scores, 0.0)
-    if weight.decay is not None:
-        sq, skv = scores.shape[-2:]
-        grid = Grid.make(sq, skv, offset_of(op, sq, skv, tensors), tensors, scores.device, (0, sq))
-        decay = tensors[weight.decay.name].to(scores.dtype).view(-1, 1, 1)
-        weights = weights * decay ** (grid.queries - grid.keys).clamp(min=0)  # a power: 0 ** 0 is the 1 that is meant
+    sq, skv = scores.shape[-2:]
+    grid = Grid.make(sq, skv, offset_of(op, sq, skv, tensors), tensors, scores.device, (0, sq))
+    decay = None if weight.decay is None else tensors[weight.decay.name].to(scores.dtype).view(-1, 1, 1)
+    if decay is not None:
+        weights = weights * decay ** (grid.queries - grid.keys).abs()  # a power: 0 ** 0 is the 1 that is meant
     total = weights.sum(-1, keepdim=True)
+    carried = None
+    if weight.state is not None:
+        seen = q * op.effective_scale
+        if decay is not None:
+            seen = seen * decay ** (grid.queries + 1).clamp(min=0)
+        for part in op.mask.args if isinstance(op.mask, And) else (op.mask,):
+            if isinstance(part, (QueryLengths, Rows)):  # an empty row sees no state either
+                seen = torch.where(part.allowed(grid), seen, 0.0)
+        segments = _segments(op, tensors)
+        if segments is not None and skv:
+            query_ids, key_ids = segments
+            seen = torch.where((query_ids == key_ids[..., :1])[:, None, :, None], seen, 0.0)
+        carried = grouped_matmul(seen, tensors[weight.state.name].to(q.dtype))
+        if weight.state_z is not None:
+            total = total + grouped_matmul(seen, tensors[weight.state_z.name].to(q.dtype)[..., None])
     if weight.normalizer_eps is not None:
-        weights = weights / (total + weight.normalizer_eps)
-    return weights, torch.log(total.abs()).squeeze(-1)
+        divisor = total + weight.normalizer_eps
+        if weight.normalizer_eps == 0:  # a row that attends nothing gives 0
+            divisor = torch.where(divisor == 0, 1.0, divisor)
+        weights = weights / divisor
+        carried = None if carried is None else carried / divisor
+    return weights, torch.log(total.abs()).squeeze(-1), carried
+
+
+def _next_state(op: AttentionOp, weight: Linear, k: torch.Tensor, v: torch.Tensor, tensors: Tensors) -> LinearState:
+    """The state after all keys of this call; with segments, after those of the last key's segment alone."""
+    acc = state_dtype(k.dtype)
+    b, skv = k.shape[0], k.shape[2]
+    count = key_count(op, b, skv, tensors, k.device)  # [B]
+    keys, values = apply_feature_map(weight.feature_map, k.to(acc)), v.to(acc)
+    keep = torch.ones((b, 1, skv), dtype=torch.bool, device=k.device)
+    columns = column_masks(op.mask)
+    if columns is not None:
+        keep = keep & columns.dense(1, skv, 0, tensors, k.device).reshape(-1, 1, skv)
+    carries = torch.ones((b, 1, 1), dtype=acc, device=k.device)
+    segments = _segments(op, tensors)
+    if segments is not None and skv:
+        ids = segments[1].expand(b, skv)
+        keep = keep & (ids == ids[:, -1:])[:, None]
+        carries = (ids[:, :1] == ids[:, -1:])[..., None].to(acc)
+    share = keep.to(acc)  # [B, H|1, Skv]
+    if weight.decay is not None:
+        decay = tensors[weight.decay.name].to(acc).view(1, -1, 1)
+        keys, values = (_repeated(x, decay.shape[1]) for x in (keys, values))
+        behind = count.view(-1, 1, 1) - 1 - torch.arange(skv, device=k.device)
+        share = share * decay ** behind.clamp(min=0)
+        carries = carries * decay ** count.view(-1, 1, 1)
+    keys, values = (torch.where(keep[..., None], x, 0.0) for x in (keys * share[..., None], values))
+    s, z = keys.transpose(-1, -2) @ values, None if weight.normalizer_eps is None else keys.sum(2)
+    if weight.state is not None:
+        s = s + carries[..., None] * tensors[weight.state.name].to(acc)
+        z = z if weight.state_z is None or z is None else z + carries * tensors[weight.state_z.name].to(acc)
+        count = count + tensors[weight.state_length.name] if weight.state_length is not None else count
+    return LinearState(s, z, count)
+
+
+def key_count(op: AttentionOp, b: int, skv: int, tensors: Tensors, device: torch.device) -> torch.Tensor:
+    """Keys of each sequence, int64 ``[B]``: Skv, or fewer where the mask has key lengths."""
+    count = torch.full((b,), skv, dtype=torch.int64, device=device)
+    for part in op.mask.args if isinstance(op.mask, And) else (op.mask,):
+        if isinstance(part, KeyLengths):
+            count = torch.minimum(count, resolve(part.lengths, tensors, device).to(count.dtype).expand(b))
+    return count
+
+
+def _segments(op: AttentionOp, tensors: Tensors) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The segment numbers ``[B|1, Sq]`` and ``[B|1, Skv]``; None when the mask has no segments of its own."""
+    for part in op.mask.args if isinstance(op.mask, And) else (op.mask,):
+        if isinstance(part, Segments):
+            ids = (resolve(operand, tensors) for operand in (part.queries, part.keys))
+            queries, keys = (x[None] if x.ndim == 1 else x for x in ids)
+            return queries, keys
+    return None
 
 
 def apply_feature_map(name: str, x: torch.Tensor) -> torch.Tensor:
@@ -173,7 +254,11 @@ def grouped_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def _heads(per_kv_head: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
     """``[B, Hkv, ...]`` repeated to the query heads."""
-    return per_kv_head.repeat_interleave(q.shape[1] // per_kv_head.shape[1], 1)
+    return _repeated(per_kv_head, q.shape[1])
+
+
+def _repeated(per_kv_head: torch.Tensor, heads: int) -> torch.Tensor:
+    return per_kv_head.repeat_interleave(heads // per_kv_head.shape[1], 1)
 
 
 def _no_keys(op: AttentionOp, q: torch.Tensor, v: torch.Tensor, tensors: Tensors, acc: torch.dtype) -> Raw:

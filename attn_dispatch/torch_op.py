@@ -17,7 +17,8 @@ from attn_dispatch.ir.mask_text import parse_mask
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.operands import Held, Operand
 from attn_dispatch.ir.tensors import Ref
-from attn_dispatch.variants import LinearAttention, Retention
+from attn_dispatch.state import LinearState, WithState, state_dtype
+from attn_dispatch.variants import LinearAttention, Retention, Stateful
 
 __all__ = ["call"]
 
@@ -33,6 +34,7 @@ def call(
     names: list[str] = []
     tensors: list[torch.Tensor] = []
     linear = None
+    returns_state, variant = _add_state(variant, names, tensors)
     if isinstance(variant, Retention):
         names.append("decay")
         tensors.append(variant.decay)
@@ -62,10 +64,31 @@ def call(
         f"{{'names': {names!r}, 'mask': {mask_text!r}, 'dropout_p': {dropout_p!r}, 'is_causal': {is_causal!r}, "
         f"'scale': {scale!r}, 'enable_gqa': {enable_gqa!r}, 'window': {window!r}, 'softcap': {softcap!r}, "
         f"'q_offset': {q_offset!r}, 'layout': {layout!r}, 'return_lse': {return_lse!r}, "
-        f"'return_weights': {return_weights!r}, 'linear': {linear!r}, 'backend': {pinned!r}}}"
+        f"'return_weights': {return_weights!r}, 'return_state': {returns_state!r}, 'linear': {linear!r}, "
+        f"'backend': {pinned!r}}}"
     )
     results = torch.ops.attn_dispatch.attention(query, key, value, tensors, spec)
+    if returns_state:
+        z = results[2] if len(results) == 4 else None
+        return WithState(results[0], LinearState(results[1], z, results[-1]))
     return results[0] if len(results) == 1 else tuple(results)
+
+
+def _add_state(variant: Any, names: list[str], tensors: list[torch.Tensor]) -> tuple[bool, Any]:
+    """Name the tensors of a state; whether one comes out, and the variant without it. Dynamo traces this too."""
+    if not isinstance(variant, Stateful):
+        return False, variant
+    state = variant.state
+    if state is not None:
+        names.append("state")
+        tensors.append(state.S)
+        if state.z is not None:
+            names.append("state_z")
+            tensors.append(state.z)
+        length = state.length
+        names.append("state_length")
+        tensors.append(length if isinstance(length, torch.Tensor) else torch.full((1,), length, device=state.S.device))
+    return variant.returns, variant.inner
 
 
 def _arguments(tensors: list[torch.Tensor], spec: str) -> dict[str, Any]:
@@ -77,6 +100,9 @@ def _arguments(tensors: list[torch.Tensor], spec: str) -> dict[str, Any]:
         arguments["variant"] = LinearAttention(*linear)
     if "decay" in named:
         arguments["variant"] = Retention(named.pop("decay"))
+    if "state" in named:
+        state = (named.pop("state"), named.pop("state_z", None), named.pop("state_length"))
+        arguments["state"] = LinearState(*state)
     if text := options.pop("mask"):
         arguments["attn_mask"] = _hold(parse_mask(text), named)
     if arguments.get("q_offset") is not None:
@@ -101,10 +127,17 @@ def _attention(
 
     with torch.no_grad():  # gradients are this operator's own business, see _differentiate
         result = attention(query, key, value, **_arguments(tensors, spec))
-    parts = list(result) if isinstance(result, tuple) else [result]
+    parts = _flat(result)
     inputs = {x.data_ptr() for x in (query, key, value, *tensors)}
     # an operator may not return its inputs or odd strides: the fake below promises contiguous results of their own
     return [x.clone(memory_format=torch.contiguous_format) if x.data_ptr() in inputs else x.contiguous() for x in parts]
+
+
+def _flat(result: Any) -> list[torch.Tensor]:
+    """The tensors of a result, in the order in which `call` takes them."""
+    if isinstance(result, WithState):
+        return [result.out, *(x for x in result.state if isinstance(x, torch.Tensor))]
+    return list(result) if isinstance(result, tuple) else [result]
 
 
 @_attention.register_fake
@@ -126,6 +159,13 @@ def _attention_fake(
     if options["return_weights"]:
         skv = key.shape[1] if options["layout"] == "bshd" else key.shape[-2]
         results.append(query.new_empty((*lead, skv)))
+    if options["return_state"]:
+        heads = lead[-2] if "decay" in options["names"] else key.shape[3 - sq]
+        sizes = (query.shape[0], heads, query.shape[-1])
+        results.append(query.new_empty((*sizes, value.shape[-1]), dtype=state_dtype(query.dtype)))
+        if options["linear"] is not None and options["linear"][1] is not None:
+            results.append(query.new_empty(sizes, dtype=state_dtype(query.dtype)))
+        results.append(query.new_empty((query.shape[0],), dtype=torch.int64))
     return results
 
 
@@ -154,7 +194,7 @@ def _backward(
         inputs = [x.detach().requires_grad_() for x in (query, key, value)]
         others = [x.detach().requires_grad_() if x.is_floating_point() else x for x in tensors]
         result = attention(inputs[0], inputs[1], inputs[2], **_arguments(others, spec))
-        parts = list(result) if isinstance(result, tuple) else [result]
+        parts = _flat(result)
         wanted = [*inputs, *(x for x in others if x.requires_grad)]
         used = [(p, g) for p, g in zip(parts, grads, strict=True) if p.requires_grad]
         found = torch.autograd.grad([p for p, _ in used], wanted, [g for _, g in used], allow_unused=True)
@@ -182,7 +222,8 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
 
 def _differentiate(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
     query, key, value, *tensors = ctx.saved_tensors
-    found = torch.ops.attn_dispatch.attention_backward(list(grads), query, key, value, tensors, ctx.spec)
+    given = [query.new_zeros(()) if g is None else g for g in grads]  # the length of a state has no gradient
+    found = torch.ops.attn_dispatch.attention_backward(given, query, key, value, tensors, ctx.spec)
     rest = iter(found[3:])
     others = [next(rest) if x.is_floating_point() else None for x in tensors]
     return found[0], found[1], found[2], others, None

@@ -13,11 +13,17 @@ import torch
 import yaml
 
 import attn_dispatch
-from attn_dispatch import NoBackendError
+from attn_dispatch import NoBackendError, variants
 from attn_dispatch.registry import current
 
 BANK = yaml.safe_load((Path(__file__).parent / "data" / "cases.yaml").read_text())
 CASES = [case for case in BANK["cases"] if "check" in case]
+
+
+def linear_attn(q: Any, k: Any, v: Any, causal: bool) -> Any:
+    """Normalised linear attention, for the cases that ask for it."""
+    variant = variants.LinearAttention(normalizer_eps=0.0)
+    return attn_dispatch.attention(q, k, v, is_causal=causal, variant=variant, backend="linear")
 
 
 def run_case(case: dict[str, Any], attn: Any) -> None:
@@ -25,6 +31,7 @@ def run_case(case: dict[str, Any], attn: Any) -> None:
     space: dict[str, Any] = {}
     exec(BANK["prelude"], space)
     space["attn"] = attn
+    space["linear_attn"] = linear_attn
     exec(case["check"], space)
 
 
@@ -44,8 +51,13 @@ def test_case_passes_on_the_dispatcher(case, request):
     run_case(case, attn_dispatch.attention)
 
 
+# The bank's checks are softmax attention; what serves another kind alone would refuse each of them.
 ELIGIBLE = [
-    n for n, b in current().backends.items() if b.unavailable() is None and "cpu" in b.capability_on("cpu").devices
+    n
+    for n, b in current().backends.items()
+    if b.unavailable() is None
+    and "cpu" in b.capability_on("cpu").devices
+    and "weight:Softmax" in b.capability_on("cpu").features
 ]
 
 

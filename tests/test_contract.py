@@ -106,9 +106,9 @@ def test_every_dtype_is_verified_on_every_backend_that_runs_here(dtype):
         assert any(backend in verified(case) for case in CASES if case.dtype == dtype), backend
 
 
-# Words that no case of the table can bring: random results, transforms and the linear family have tests of their own,
+# Words that no case of the table can bring: random results and transforms have tests of their own,
 # and a combined mask is named by its combinators ("combine:And"), never as an atom.
-ELSEWHERE = {"dropout", "higher_order", "traced", "decay", "weight:Linear"}
+ELSEWHERE = {"dropout", "higher_order", "traced"}
 
 
 @pytest.mark.parametrize("backend", HERE)

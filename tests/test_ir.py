@@ -61,7 +61,13 @@ def ops(draw, scales=(None, 0.25, 0.0, -1.0)) -> AttentionOp:
         else:
             operands["slopes"] = TensorDesc((2,), "float32")
             terms.append(Alibi(Ref("slopes")))
-    weight = draw(st.sampled_from([Softmax(), Softmax(Ref("sinks")), Linear("elu1", Ref("decay"), 1e-6), Linear()]))
+    running = Linear("elu1", None, 1e-6, Ref("state"), Ref("state_z"), Ref("state_length"))
+    kinds = [Softmax(), Softmax(Ref("sinks")), Linear("elu1", Ref("decay"), 1e-6), Linear(), running]
+    weight = draw(st.sampled_from(kinds))
+    if weight is running:
+        operands["state"] = TensorDesc((n.batch, hkv, d, dv), "float32")
+        operands["state_z"] = TensorDesc((n.batch, hkv, d), "float32")
+        operands["state_length"] = TensorDesc((draw(st.sampled_from([1, n.batch])),), "int64")
     for ref in (getattr(weight, "sinks", None), getattr(weight, "decay", None)):
         if ref is not None:
             operands[ref.name] = TensorDesc((2,), "float32")
@@ -80,7 +86,7 @@ def ops(draw, scales=(None, 0.25, 0.0, -1.0)) -> AttentionOp:
         q_offset=offset,
         weight=weight,
         dropout_p=draw(st.sampled_from([0.0, 0.5])),
-        outputs=Outputs(draw(st.booleans()), draw(st.booleans())),
+        outputs=Outputs(draw(st.booleans()), draw(st.booleans()), isinstance(weight, Linear) and draw(st.booleans())),
         operands=tuple(operands.items()),
         grad=draw(st.sampled_from([(), ("query",), ("query", "key", "value"), tuple(operands)[:1]])),
         higher_order=draw(st.booleans()),
@@ -242,6 +248,8 @@ WORDS = {
     "scale<=0": {"scale": 0.0},
     "sinks": {"weight": Softmax(Ref("sinks"))},
     "decay": {"weight": Linear("identity", Ref("decay"))},
+    "state:in": {"weight": Linear("identity", None, None, Ref("state"))},
+    "state:out": {"weight": Linear(), "outputs": Outputs(state=True)},
     "q_offset:nonzero": {"mask": Causal(), "q_offset": END},
     "q_offset:tensor": {"mask": Causal(), "q_offset": Ref("q_offset")},
     "score:SoftCap": {"score": (SoftCap(1.0),)},
@@ -325,6 +333,16 @@ BROKEN = {
     "operands ['slopes']": {"score": (Alibi(Ref("slopes")),)},
     "operands ['sinks']": {"weight": Softmax(Ref("sinks"))},
     "operands ['decay']": {"weight": Linear("identity", Ref("decay"))},
+    "operands ['state']": {"weight": Linear("identity", None, None, Ref("state"))},
+    "only the linear family has a state": {"outputs": Outputs(state=True)},
+    "the state is [B, H, D, Dv] = [2, 2, 16, 16]": {
+        "weight": Linear("identity", None, None, Ref("state")),
+        "operands": (("state", TensorDesc((2, 4, 16, 16), "float32")),),
+    },
+    "the state is given with its sum z": {
+        "weight": Linear("identity", None, 1e-6, Ref("state")),
+        "operands": (("state", TensorDesc((2, 2, 16, 16), "float32")),),
+    },
     "operands ['where']": {"q_offset": Ref("where")},
     "dropout_p 1.5": {"dropout_p": 1.5},
     "dtypes are torch's": {"value": TensorDesc((2, 2, 9, 16), "float33")},

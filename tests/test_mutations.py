@@ -48,7 +48,7 @@ class Toy(Backend):
     def compile(self, op: AttentionOp) -> Executable:
         def run(q, k, v, t) -> Any:
             raw = self.attention(op, q, k, v, t)
-            return raw if op.outputs.lse or op.outputs.weights else raw.out
+            return raw if op.outputs.lse or op.outputs.weights or op.outputs.state else raw.out
 
         return Executable(run)
 
@@ -170,6 +170,64 @@ def swaps_batch_and_heads(op, q, k, v, t):
     return raw._replace(out=raw.out.transpose(0, 1))
 
 
+def with_state(raw, **changes):
+    return raw._replace(state=raw.state._replace(**changes))
+
+
+def hands_the_state_back(op, q, k, v, t):
+    raw = right(op, q, k, v, t)
+    return with_state(raw, S=t["state"].copy_(raw.state.S))
+
+
+def forgets_what_came_before(op, q, k, v, t):
+    empty = {n: torch.zeros_like(x) if n in ("state", "state_z") else x for n, x in t.items()}
+    return right(op, q, k, v, empty)
+
+
+def fades_the_state_once_too_little(op, q, k, v, t):
+    raw = right(op, q, k, v, t)
+    return with_state(raw, S=raw.state.S / t["decay"].to(raw.state.S.dtype).view(-1, 1, 1))
+
+
+def puts_the_scale_into_the_state(op, q, k, v, t):
+    raw = right(op, q, k, v, t)
+    return with_state(raw, S=raw.state.S * op.effective_scale)
+
+
+def fades_by_the_padding(op, q, k, v, t):
+    raw = right(op, q, k, v, t)
+    padding = (k.shape[2] - t["key_lengths"]).view(-1, 1, 1, 1)
+    return with_state(raw, S=raw.state.S * t["decay"].view(-1, 1, 1) ** padding)
+
+
+def counts_padded_keys_in_the_sum(op, q, k, v, t):
+    raw = right(op, q, k, v, t)
+    return with_state(raw, z=raw.state.z + (k.shape[2] - t["key_lengths"]).view(-1, 1, 1))
+
+
+def counts_the_padding_as_length(op, q, k, v, t):
+    raw = right(op, q, k, v, t)
+    return with_state(raw, length=torch.full_like(raw.state.length, k.shape[2] + 3))
+
+
+def keeps_a_half_state(op, q, k, v, t):
+    raw = right(op, q, k, v, t)
+    return with_state(raw, S=raw.state.S.to(q.dtype))
+
+
+def transposes_the_state(op, q, k, v, t):
+    raw = right(op, q, k, v, t)
+    return with_state(raw, S=raw.state.S.transpose(-1, -2))
+
+
+def drops_the_feature_map(op, q, k, v, t):
+    return right(op.with_(weight=replace(op.weight, feature_map="identity")), q, k, v, t)
+
+
+def gives_no_gradient_to_the_state(op, q, k, v, t):
+    return right(op, q, k, v, {n: x.detach() + 0 * x if n == "state" else x for n, x in t.items()})
+
+
 # mutant -> the case that must catch it, and the words of the report
 MUTANTS: dict[Attention, tuple[str, str]] = {
     causal_off_by_one: ("causal", "times its budget"),
@@ -195,6 +253,17 @@ MUTANTS: dict[Attention, tuple[str, str]] = {
     gives_dead_rows_a_nan_gradient: ("dead_rows_grad", "grad of query: NaN"),
     is_a_little_imprecise: ("none", "times its budget"),
     swaps_batch_and_heads: ("rank_3", "shape|times its budget"),
+    hands_the_state_back: ("identity_state", "changed its input state in place"),
+    forgets_what_came_before: ("identity_state", "times its budget"),
+    fades_the_state_once_too_little: ("retention_state", "S is .* times its budget"),
+    puts_the_scale_into_the_state: ("identity_state", "S is .* times its budget"),
+    fades_by_the_padding: ("retention_state_lengths", "S is .* times its budget"),
+    counts_padded_keys_in_the_sum: ("elu1_state_lengths", "z is .* times its budget"),
+    counts_the_padding_as_length: ("identity_state_lengths", "length"),
+    keeps_a_half_state: ("identity_bfloat16", "state.S is torch.bfloat16"),
+    transposes_the_state: ("identity_long", "S has shape"),
+    drops_the_feature_map: ("elu1_state", "times its budget"),
+    gives_no_gradient_to_the_state: ("elu1_grad", "grad of state"),
 }
 
 

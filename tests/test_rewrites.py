@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from attn_dispatch import dispatch, masks, reference
+from attn_dispatch import dispatch, masks, reference, variants
 from attn_dispatch.backend import Raw
 from attn_dispatch.capability import Reason
 from attn_dispatch.device import DeviceFacts
@@ -416,6 +416,11 @@ def test_pad_head_dim_rule_2_adds_zeros_and_cuts_the_output():
 def test_pad_head_dim_rule_3_keeps_the_scale_of_the_true_head_size():
     op = Call(d=5).op
     assert PadHeadDim().apply(op.with_(scale=None)).inner.scale == 5**-0.5
+
+
+def test_pad_head_dim_rule_4_leaves_the_linear_family_alone():
+    call = Call(d=5, variant=variants.LinearAttention())
+    assert "need not keep zeros" in refusal(PadHeadDim(), call)
 
 
 def test_bands_rule_6_adds_alibi_to_the_tensor_of_a_tile():

@@ -22,6 +22,7 @@ from attn_dispatch.ir.weights import Softmax
 __all__ = ["Blocked"]
 
 _REFUSED = {"weights", "traced", "empty", "q_offset:tensor", "weight:Linear", "decay", "score:Alibi", "higher_order"}
+_REFUSED |= {"state:in", "state:out"}
 
 
 class Blocked(Backend):

@@ -33,7 +33,7 @@ class Eager(Backend):
     def compile(self, op: AttentionOp) -> Executable:
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
             raw = reference.attention(op, q, k, v, t)
-            return raw if op.outputs.lse or op.outputs.weights else raw.out
+            return raw if op.outputs.lse or op.outputs.weights or op.outputs.state else raw.out
 
         return Executable(run)
 

@@ -16,7 +16,7 @@ from attn_dispatch.ir.scores import Alibi, Bias, SoftCap
 from attn_dispatch.ir.tensors import Ref
 from attn_dispatch.ir.weights import Linear, Softmax
 from attn_dispatch.selection.samples import Sample
-from attn_dispatch.variants import LinearAttention, Retention
+from attn_dispatch.variants import LinearAttention, LinearState, Retention
 
 __all__ = ["Call", "call_of", "op_of"]
 
@@ -88,9 +88,14 @@ def _weight(op: AttentionOp, sample: Sample) -> dict[str, Any]:
     if isinstance(weight, Softmax):
         return {} if weight.sinks is None else {"sinks": sample.operands[weight.sinks.name]}
     assert isinstance(weight, Linear)
+    found: dict[str, Any] = {"return_state": True} if op.outputs.state else {}
+    if weight.state is not None:
+        z = None if weight.state_z is None else sample.operands[weight.state_z.name]
+        length = 0 if weight.state_length is None else sample.operands[weight.state_length.name]
+        found["state"] = LinearState(sample.operands[weight.state.name], z, length)
     if weight.decay is not None:
-        return {"variant": Retention(sample.operands[weight.decay.name])}
-    return {"variant": LinearAttention(weight.feature_map, weight.normalizer_eps)}
+        return {"variant": Retention(sample.operands[weight.decay.name]), **found}
+    return {"variant": LinearAttention(weight.feature_map, weight.normalizer_eps), **found}
 
 
 # --- masks -----------------------------------------------------------------------------------------------------------

@@ -29,10 +29,11 @@ END = "end"  # q_offset = Skv - Sq: the last query sees the last key, whatever t
 
 @dataclass(frozen=True)
 class Outputs:
-    """What is wanted beside the output: the log-sum-exp of each row, the attention weights."""
+    """What is wanted beside the output: each row's log-sum-exp, the attention weights, the linear family's state."""
 
     lse: bool = False
     weights: bool = False
+    state: bool = False
 
 
 def bucket(length: int) -> int:
@@ -181,12 +182,15 @@ class AttentionOp:
             words.add("sinks")
         if isinstance(self.weight, Linear) and self.weight.decay is not None:
             words.add("decay")
+        if isinstance(self.weight, Linear) and self.weight.state is not None:
+            words.add("state:in")
         flags = {
             "gqa": self.groups != 1,
             "dv_differs": self.Dv != self.D,
             "dropout": self.dropout_p > 0,
             "lse": self.outputs.lse,
             "weights": self.outputs.weights,
+            "state:out": self.outputs.state,
             "grad": any(name in ("query", "key", "value") for name in self.grad),
             "grad:operands": any(name not in ("query", "key", "value") for name in self.grad),
             "grad:lse": bool(self.grad) and self.outputs.lse,
@@ -212,7 +216,16 @@ class AttentionOp:
         """The op at other batch and lengths; operands follow their roles (a size that equals B, Sq or Skv)."""
         q, k, v = self.query.shape, self.key.shape, self.value.shape
         sizes = {self.B: b} if self.B > 1 else {}
-        operands = tuple((name, _resize(desc, sizes, (self.Sq, sq), (self.Skv, skv))) for name, desc in self.operands)
+        batched = self.weight.state_refs() if isinstance(self.weight, Linear) else []
+        fixed = {ref.name: ref in batched for ref in self.weight.refs()}  # sinks, decay and states know no lengths
+
+        def resize(name: str, desc: TensorDesc) -> TensorDesc:
+            if name in fixed:
+                grows = fixed[name] and desc.shape[:1] == (self.B,)
+                return desc.with_shape(b, *desc.shape[1:]) if grows else desc
+            return _resize(desc, sizes, (self.Sq, sq), (self.Skv, skv))
+
+        operands = tuple((name, resize(name, desc)) for name, desc in self.operands)
         return replace(
             self,
             query=self.query.with_shape(b, q[1], sq, q[3]),
@@ -249,6 +262,7 @@ class AttentionOp:
             out["operands"] = {name: desc.to_dict() for name, desc in self.operands}
         if self.outputs != Outputs():
             out["outputs"] = {"lse": self.outputs.lse, "weights": self.outputs.weights}
+            out["outputs"] |= {"state": True} if self.outputs.state else {}
         if self.grad:
             out["grad"] = list(self.grad)
         plain = {f.name: f.default for f in fields(self) if f.name in _PLAIN}
@@ -300,6 +314,7 @@ class AttentionOp:
         words += [f"dropout {self.dropout_p:g}"] if self.dropout_p else []
         words += ["lse"] if self.outputs.lse else []
         words += ["weights"] if self.outputs.weights else []
+        words += ["state out"] if self.outputs.state else []
         words += [f"grad of {', '.join(self.grad)}"] if self.grad else []
         words += [w for w in ("higher_order", "deterministic", "traced") if getattr(self, w)]
         words += ["scattered strides"] if "scattered" in self.features else []
@@ -329,6 +344,7 @@ def _resize(desc: TensorDesc, sizes: dict[int, int], sq: tuple[int, int], skv: t
 
 def _weight_dict(weight: Weight) -> dict[str, Any]:
     values = {f.name: getattr(weight, f.name) for f in fields(weight)}
+    values = {k: v for k, v in values.items() if v is not None or not k.startswith("state")}
     plain = {k: f"@{v.name}" if isinstance(v, Ref) else v for k, v in values.items()}
     return {"kind": type(weight).__name__, **plain}
 
@@ -347,6 +363,19 @@ def _parse_term(text: str) -> ScoreTerm:
     return {"Bias": Bias, "Alibi": Alibi}[name](Ref(argument))
 
 
+def _wrong_state(op: AttentionOp, names: set[str]) -> str:
+    """What the state would have to be; empty when it is, or when there is none."""
+    weight = op.weight
+    if not isinstance(weight, Linear) or weight.state is None or weight.state.name not in names:
+        return ""
+    heads = op.Hkv if weight.decay is None else op.Hq
+    want = (op.B, heads, op.D, op.Dv)
+    has_sum = weight.state_z is not None
+    if has_sum != (weight.normalizer_eps is not None):
+        return "given with its sum z exactly when there is a normaliser"
+    return "" if op.operand(weight.state.name).shape == want else f"[B, H, D, Dv] = {list(want)}"
+
+
 def verify(op: AttentionOp) -> None:
     """Check what every op must satisfy; passes and rewrites are verified with it before and after.
 
@@ -359,14 +388,15 @@ def verify(op: AttentionOp) -> None:
     names = {name for name, _ in op.operands}
     needed = {*op.mask.refs(), *(t.bias.name for t in op.score if isinstance(t, Bias))}
     needed |= {t.slopes.name for t in op.score if isinstance(t, Alibi)}
-    needed |= {r.name for r in (op.q_offset, getattr(op.weight, "sinks", None)) if isinstance(r, Ref)}
-    needed |= {op.weight.decay.name} if isinstance(op.weight, Linear) and op.weight.decay else set()
+    needed |= {r.name for r in (op.q_offset, *op.weight.refs()) if isinstance(r, Ref)}
     rules = [
         (q[0] == k[0] == v[0], f"batch sizes {q[0]}, {k[0]}, {v[0]} are equal"),
         (k[:3] == v[:3], f"key {k} and value {v} agree in all but the last size"),
         (q[3] == k[3], f"head sizes of query {q[3]} and key {k[3]} are equal"),
         (k[1] == 0 or q[1] % k[1] == 0, f"query heads {q[1]} are a multiple of kv heads {k[1]}"),
         (needed <= names, f"operands {sorted(needed - names)} are described"),
+        (isinstance(op.weight, Linear) or not op.outputs.state, "only the linear family has a state to return"),
+        (not _wrong_state(op, names), f"the state is {_wrong_state(op, names)}"),
         (0.0 <= op.dropout_p <= 1.0, f"dropout_p {op.dropout_p} is in [0, 1]"),
         (all(hasattr(torch, d.dtype) for d in (op.query, op.key, op.value)), "dtypes are torch's"),
     ]

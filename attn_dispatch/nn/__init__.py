@@ -8,15 +8,29 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from attn_dispatch.nn.cache import KVCache
     from attn_dispatch.nn.indexer import LightningIndexer
+    from attn_dispatch.nn.linear_attention import LinearAttention
+    from attn_dispatch.nn.longformer import LongformerSelfAttention
     from attn_dispatch.nn.multihead import MultiheadAttention
+    from attn_dispatch.nn.retention import Retention
     from attn_dispatch.nn.rotary import Rotary
 
-__all__ = ["KVCache", "LightningIndexer", "MultiheadAttention", "Rotary"]
+__all__ = [
+    "KVCache",
+    "LightningIndexer",
+    "LinearAttention",
+    "LongformerSelfAttention",
+    "MultiheadAttention",
+    "Retention",
+    "Rotary",
+]
 
 _HOME = {
     "KVCache": "cache",
     "LightningIndexer": "indexer",
+    "LinearAttention": "linear_attention",
+    "LongformerSelfAttention": "longformer",
     "MultiheadAttention": "multihead",
+    "Retention": "retention",
     "Rotary": "rotary",
 }
 

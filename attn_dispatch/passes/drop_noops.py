@@ -11,7 +11,6 @@ import math
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Alibi, Bias, SoftCap
 from attn_dispatch.ir.tensors import Ref
-from attn_dispatch.ir.weights import Linear, Softmax
 
 __all__ = ["drop_noops", "used_names"]
 
@@ -22,9 +21,7 @@ def used_names(op: AttentionOp) -> set[str]:
     for term in op.score:
         names |= {term.bias.name} if isinstance(term, Bias) else set()
         names |= {term.slopes.name} if isinstance(term, Alibi) else set()
-    refs: list[object] = [op.q_offset]
-    refs += [op.weight.sinks] if isinstance(op.weight, Softmax) else []
-    refs += [op.weight.decay] if isinstance(op.weight, Linear) else []
+    refs: list[object] = [op.q_offset, *op.weight.refs()]
     return names | {ref.name for ref in refs if isinstance(ref, Ref)}
 
 

@@ -38,10 +38,13 @@ class Rewrite:
     Attributes:
         name: unique; it stands in candidate names, ``fold_groups > sdpa_flash``.
         order: place in a chain; a chain is written outermost first and goes up in this number.
+        carries_state: whether it hands on the state of the linear family, in and out; an op with one is kept from all
+            others.
     """
 
     name: str = ""
     order: int = 0
+    carries_state: bool = False
 
     def apply(self, op: AttentionOp) -> Rewritten | Reason:
         """The other form, or the reason why there is none or why it is of no use."""

@@ -4,6 +4,7 @@
    not copied.
 2. Zeros in query and key add nothing to a score; zeros in value give output columns that are cut off.
 3. The scale is that of the true D.
+4. Not for the linear family, whose feature map need not keep zeros.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from attn_dispatch.backend import Cost, Operands, Raw, Run
 from attn_dispatch.capability import Reason
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.weights import Linear
 from attn_dispatch.rewrites.base import Rewrite, Rewritten, not_useful
 
 __all__ = ["PadHeadDim"]
@@ -33,6 +35,10 @@ class PadHeadDim(Rewrite):
         size = -(-max(op.D, op.Dv, 1) // _MULTIPLE) * _MULTIPLE
         if op.D == op.Dv == size:
             return not_useful(f"head_dim {op.D} is a multiple of {_MULTIPLE}")
+        if isinstance(op.weight, Linear):
+            return Reason(
+                "feature", op.weight.feature, text="a feature map need not keep zeros: elu + 1 makes them ones"
+            )
         if op.outputs.weights or op.D == 0 or op.Dv == 0:
             return Reason("feature", "weights", text="not with return_weights or a head_dim of 0")
         inner = op.with_(

@@ -69,6 +69,8 @@ def chains(op: AttentionOp, registry: Registry) -> tuple[list[Chain], dict[str, 
 
 def _apply(rewrite: Rewrite, op: AttentionOp) -> Rewritten | Reason:
     """Apply a rewrite; one that raises or makes an invalid op is refused with the error, never silently."""
+    if not rewrite.carries_state and (words := sorted(op.features & {"state:in", "state:out"})):
+        return Reason("feature", words[0], True, False, text=f"{rewrite.name} does not hand on a state")
     try:
         result = rewrite.apply(op)
         if isinstance(result, Rewritten):

@@ -109,6 +109,8 @@ class _Maker:
             values = torch.full(shape, max(op.Skv - op.Sq, 0))
         elif isinstance(op.weight, Linear) and op.weight.decay is not None and op.weight.decay.name == name:
             values = 1.0 - torch.exp2(-5.0 - torch.arange(shape[0], dtype=torch.float64) % 8)
+        elif isinstance(op.weight, Linear) and op.weight.state_z is not None and op.weight.state_z.name == name:
+            values = torch.rand(shape, generator=self.generator) * 8  # a sum of features, none of them negative
         elif isinstance(atom, (KeyLengths, QueryLengths)):
             values = self.lengths(shape[0], op.Skv if isinstance(atom, KeyLengths) else op.Sq)
         elif isinstance(atom, (Columns, Rows)):

@@ -34,6 +34,7 @@ from attn_dispatch.registry import Registry, current
 from attn_dispatch.selection.candidates import Candidate, enumerate_candidates, parse_name, reasons_of
 from attn_dispatch.selection.decide import Request
 from attn_dispatch.testing.cases import BY_ID, CASES, Case, Inputs, make_inputs
+from attn_dispatch.testing.linear import golden_linear
 
 __all__ = [
     "BUDGETS",
@@ -72,25 +73,33 @@ class Result(NamedTuple):
 
 @dataclass(frozen=True)
 class Golden:
-    """What is right, float64: out ``[B, Hq, Sq, Dv]``, lse ``[B, Hq, Sq]``, weights, and gradients by name."""
+    """What is right, float64: out ``[B, Hq, Sq, Dv]``, lse ``[B, Hq, Sq]``, weights, gradients by name, the state."""
 
     out: torch.Tensor
     lse: torch.Tensor
     weights: torch.Tensor
     grads: dict[str, torch.Tensor] = field(default_factory=dict)
+    state: dict[str, torch.Tensor] = field(default_factory=dict)
 
 
 def golden(case: Case, inputs: Inputs) -> Golden:
     """Attention of a case in float64, from the dense mask of its predicate; gradients by autograd."""
     leaves = {name: x.detach().double().requires_grad_(name in case.grad) for name, x in _float_tensors(inputs).items()}
-    out, lse, weights = _golden_forward(case, inputs, leaves)
+    state: dict[str, torch.Tensor] = {}
+    if case.linear:
+        four = {name: _four(leaves[name], case) for name in ("query", "key", "value")}
+        out, weights, state = golden_linear(case, inputs, leaves | four)
+        lse = torch.full(out.shape[:3], math.nan)
+    else:
+        out, lse, weights = _golden_forward(case, inputs, leaves)
     if not case.grad:
-        return Golden(out, lse, weights)
+        return Golden(out, lse, weights, {}, state)
     wanted = [leaves[name] for name in case.grad]
-    loss = _loss(case, out, lse)
+    loss = _loss(case, out, lse, state)
     found = torch.autograd.grad(loss, wanted, allow_unused=True)
     grads = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(case.grad, found, strict=True)}
-    return Golden(out.detach(), lse.detach(), weights.detach(), grads)
+    state = {name: x.detach() for name, x in state.items()}
+    return Golden(out.detach(), lse.detach(), weights.detach(), grads, state)
 
 
 def _float_tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
@@ -138,14 +147,20 @@ def _four(x: torch.Tensor, case: Case) -> torch.Tensor:
     return x[(None,) * (4 - x.ndim)]
 
 
-def _loss(case: Case, out: torch.Tensor, lse: torch.Tensor | None) -> torch.Tensor:
-    """A scalar that weighs every element of the output, and of a finite lse when it is asked for, differently."""
+def _loss(
+    case: Case, out: torch.Tensor, lse: torch.Tensor | None, state: dict[str, torch.Tensor] | None = None
+) -> torch.Tensor:
+    """A scalar that weighs every element of the output, and of a finite lse and a state when asked for, differently."""
     gen = torch.Generator().manual_seed(7)
     up = torch.randn(out.shape, generator=gen, dtype=torch.float64)
     loss = (out.double() * up.to(out.dtype).double()).nan_to_num(0.0).sum()
     if case.lse and lse is not None:
         up = torch.randn(lse.shape, generator=gen, dtype=torch.float64)
         loss = loss + (torch.where(torch.isfinite(lse), lse, 0.0).double() * up).sum()
+    for name in ("S", "z"):
+        if state and name in state:
+            up = torch.randn(state[name].shape, generator=gen, dtype=torch.float64)
+            loss = loss + (state[name].double() * up).sum()
     return loss
 
 
@@ -265,7 +280,13 @@ def _is_said(reason: Reason) -> bool:
 
 
 def _compare(label: str, case: Case, ready: _Prepared, result: Any) -> dict[str, float]:
-    want, n, errors = ready.golden, case.sizes, {}
+    want, n = ready.golden, case.sizes
+    errors: dict[str, float] = {}
+    state: dict[str, torch.Tensor] = {}
+    if case.state:
+        result, found = result
+        state = {name: x for name, x in zip(("S", "z", "length"), found, strict=True) if x is not None}
+        _compare_state(label, case, ready, state, errors)
     out, lse, weights = _parts(case, result)
     query = ready.inputs.query
     shape = (*query.shape[:-1], n.Dv)
@@ -282,13 +303,29 @@ def _compare(label: str, case: Case, ready: _Prepared, result: Any) -> dict[str,
     if case.grad:
         leaves = [ready.inputs.named()[name] for name in case.grad]
         lse4 = None if lse is None else lse.reshape(want.lse.shape)
-        found = torch.autograd.grad(_loss(case, _four(out, case), lse4), leaves)
-        for name, got in zip(case.grad, found, strict=True):
+        grads = torch.autograd.grad(_loss(case, _four(out, case), lse4, state), leaves)
+        for name, got in zip(case.grad, grads, strict=True):
             limit = budget(case.dtype, "grad")
             errors["grad"] = max(
                 errors.get("grad", 0.0), _worst(f"{label}: grad of {name}", got, want.grads[name], limit)
             )
     return errors
+
+
+def _compare_state(
+    label: str, case: Case, ready: _Prepared, state: dict[str, torch.Tensor], errors: dict[str, float]
+) -> None:
+    want = ready.golden.state
+    assert set(state) == set(want), f"{label}: the state has {sorted(state)}, not {sorted(want)}"
+    acc = torch.float64 if case.dtype == "float64" else torch.float32
+    for name in ("S", "z"):
+        if name in state:
+            assert state[name].dtype == acc, f"{label}: state.{name} is {state[name].dtype}, not {acc}"
+            limit = budget(str(acc).removeprefix("torch."), "grad")  # sums over all keys, as gradients are
+            errors["state"] = max(errors.get("state", 0.0), _worst(f"{label}: {name}", state[name], want[name], limit))
+            for given in ready.inputs.linear.values():
+                assert state[name].data_ptr() != given.data_ptr(), f"{label}: state.{name} is the tensor that went in"
+    assert state["length"].tolist() == want["length"].tolist(), f"{label}: length {state['length'].tolist()}"
 
 
 def _parts(case: Case, result: Any) -> tuple[torch.Tensor, Any, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from attn_dispatch import masks
+from attn_dispatch import masks, variants
 
 __all__ = ["BY_ID", "CASES", "MASKS", "Case", "Inputs", "MaskCase", "Sizes", "make_inputs"]
 
@@ -296,7 +296,9 @@ class Case:
             has stride 2), ``"expanded"`` (stride 0 along batch and heads).
         poison: ``"keys"``: NaN in keys that no row attends and in one key that only some rows attend; ``"query"``: one
             NaN query row; ``""``: none.
-        grad: names that need gradients, of ``query key value bias sinks``.
+        grad: names that need gradients, of ``query key value bias sinks decay state state_z``.
+        linear: ``"elu1"`` (normalised), ``"identity"`` (not), ``"retention"``; "" for softmax.
+        state: one goes in and one comes out.
     """
 
     id: str
@@ -313,6 +315,8 @@ class Case:
     grad: tuple[str, ...] = ()
     lse: bool = False
     weights: bool = False
+    linear: str = ""
+    state: bool = False
 
 
 @dataclass(frozen=True)
@@ -322,6 +326,7 @@ class Inputs:
     Args:
         query, key, value: in the case's rank, layout and strides. arguments: the other arguments of the call.
         allowed: bool ``[B, Hq, Sq, Skv]``. bias: float tensor added to the scores, or None.
+        linear: ``decay``, ``state``, ``state_z`` of a case of the linear family, where it has them.
     """
 
     query: torch.Tensor
@@ -330,11 +335,12 @@ class Inputs:
     arguments: dict[str, Any]
     allowed: torch.Tensor
     bias: torch.Tensor | None
+    linear: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def named(self) -> dict[str, torch.Tensor]:
         """All tensors of the call by name."""
         found = {"query": self.query, "key": self.key, "value": self.value}
-        return found | {n: x for n, x in self.arguments.items() if isinstance(x, torch.Tensor)}
+        return found | {n: x for n, x in self.arguments.items() if isinstance(x, torch.Tensor)} | self.linear
 
 
 def make_inputs(case: Case) -> Inputs:
@@ -359,10 +365,35 @@ def make_inputs(case: Case) -> Inputs:
     arguments = {name: x for name, x in arguments.items() if not name.startswith("_")}
     arguments |= {"scale": case.scale, "softcap": case.softcap, "layout": case.layout, "enable_gqa": n.Hq != n.Hkv}
     arguments |= {"return_lse": case.lse, "return_weights": case.weights}
+    linear = _linear_tensors(case, gen)
     for name in case.grad:
-        table = tensors if name in tensors else arguments
+        table = tensors if name in tensors else linear if name in linear else arguments
         table[name] = table[name].detach().requires_grad_()
-    return Inputs(**tensors, arguments=arguments, allowed=allowed, bias=bias)
+    if case.linear:
+        arguments |= {"variant": _variant(case, linear), "return_state": case.state}
+    if case.state:
+        arguments["state"] = variants.LinearState(linear["state"], linear.get("state_z"), 3)
+    return Inputs(**tensors, arguments=arguments, allowed=allowed, bias=bias, linear=linear)
+
+
+def _linear_tensors(case: Case, gen: torch.Generator) -> dict[str, torch.Tensor]:
+    """Decay and state of a case of the linear family; a state is float32 (float64) whatever the inputs are."""
+    n, acc = case.sizes, torch.float64 if case.dtype == "float64" else torch.float32
+    tensors: dict[str, torch.Tensor] = {}
+    if case.linear == "retention":
+        tensors["decay"] = torch.linspace(0.5, 1.0, n.Hq, dtype=acc)
+    if case.state:
+        heads = n.Hq if case.linear == "retention" else n.Hkv
+        tensors["state"] = torch.randn(n.B, heads, n.D, n.Dv, generator=gen, dtype=torch.float64).to(acc)
+        if case.linear == "elu1":
+            tensors["state_z"] = torch.rand(n.B, heads, n.D, generator=gen, dtype=torch.float64).to(acc) * 3
+    return tensors
+
+
+def _variant(case: Case, linear: dict[str, torch.Tensor]) -> variants.Variant:
+    if case.linear == "retention":
+        return variants.Retention(linear["decay"])
+    return variants.LinearAttention(case.linear, 1e-6 if case.linear == "elu1" else None)
 
 
 def _lay_out(x: torch.Tensor, strides: str) -> torch.Tensor:
@@ -406,6 +437,8 @@ _TALL = replace(_S, Sq=23, Skv=9)
 _GQA = replace(_S, Hq=4)
 _MQA = replace(_S, Hq=6, Hkv=1, Sq=5, Skv=19)
 _LONG = replace(_S, B=1, Hq=4, Sq=200, Skv=200)
+_LINEAR = ("elu1", "identity", "retention")
+_STEP = replace(_S, Sq=1, Skv=1)
 
 CASES: tuple[Case, ...] = (
     # every mask, square and ragged; float32
@@ -529,6 +562,55 @@ CASES: tuple[Case, ...] = (
     Case("long_decode_f16", sizes=replace(_S, B=1, Hq=2, Hkv=1, Sq=2, Skv=600), dtype="float16"),
     Case("long_lengths", "both_lengths", sizes=replace(_LONG, B=2, Hq=2), lse=True),
     Case("nan_long_window", "window_15", sizes=replace(_LONG, Hq=2), poison="keys"),
+    # linear attention and retention
+    *(
+        Case(f"{kind}_{m}", m, linear=kind)
+        for kind in _LINEAR
+        for m in ("none", "causal", "causal_and_lengths", "bool")
+    ),
+    *(Case(f"{kind}_state", "causal", linear=kind, state=True) for kind in _LINEAR),
+    *(Case(f"{kind}_state_gqa", "causal", linear=kind, state=True, sizes=_GQA, layout="bshd") for kind in _LINEAR),
+    *(Case(f"{kind}_state_step", "causal", linear=kind, state=True, sizes=_STEP) for kind in _LINEAR),
+    *(Case(f"{kind}_state_lengths", "causal_and_lengths", linear=kind, state=True) for kind in _LINEAR),
+    *(Case(f"{kind}_state_documents", "documents", linear=kind, state=True, sizes=_GQA) for kind in _LINEAR),
+    *(Case(f"{kind}_wide", "causal_end", linear=kind, state=True, sizes=_RAGGED) for kind in _LINEAR),
+    *(Case(f"{kind}_tall", "causal_end", linear=kind, sizes=_TALL) for kind in _LINEAR),
+    *(Case(f"{kind}_before_keys", "causal_offset", linear=kind, state=True, sizes=_TALL) for kind in _LINEAR),
+    # a small scale: without a normaliser the output grows with the length, and its error with it
+    *(
+        Case(f"{kind}_long", "causal", linear=kind, sizes=replace(_LONG, Hkv=2, Dv=24), state=True, scale=0.02)
+        for kind in _LINEAR
+    ),
+    *(
+        Case(f"{kind}_{d}", "causal", linear=kind, dtype=d, state=True, sizes=replace(_LONG, Hkv=2), scale=0.02)
+        for kind in _LINEAR
+        for d in ("float64", "bfloat16", "float16")
+    ),
+    *(
+        Case(f"{kind}_grad", "causal_and_lengths", linear=kind, dtype="float64", state=True, grad=(*_GRAD, "state"))
+        for kind in _LINEAR
+    ),
+    Case("elu1_grad_long", "causal", linear="elu1", sizes=_LONG, state=True, grad=(*_GRAD, "state", "state_z")),
+    Case(
+        "retention_grad_long",
+        "causal",
+        linear="retention",
+        sizes=_LONG,
+        state=True,
+        grad=(*_GRAD, "decay", "state"),
+        dtype="float64",
+        scale=0.02,
+    ),
+    Case("elu1_columns", "columns", linear="elu1", state=True),
+    Case("elu1_padding", "bool_padding", linear="elu1", state=True, sizes=_GQA),
+    Case("elu1_nan_keys", "key_lengths", linear="elu1", state=True, poison="keys"),
+    Case("retention_nan_documents", "documents", linear="retention", poison="keys"),
+    Case("elu1_zero_lengths", "key_lengths_zero", linear="elu1", state=True, grad=_GRAD),
+    Case("elu1_weights", "causal", linear="elu1", weights=True),
+    Case("identity_scattered", "causal", linear="identity", strides="scattered", scale=-0.5),
+    Case("retention_offsets", "causal_offset_per_batch", linear="retention"),
+    Case("identity_no_keys", linear="identity", state=True, sizes=replace(_S, Skv=0)),
+    Case("elu1_head_dim_5", "causal", linear="elu1", sizes=replace(_S, D=5, Dv=3), state=True),
 )
 BY_ID = {case.id: case for case in CASES}
 if len(BY_ID) != len(CASES):

@@ -1,0 +1,177 @@
+"""The layers of the linear family: RetNet's own code as oracle, three forms that agree, states, padding."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attn_dispatch import InputError, nn, variants
+
+E, H, T = 32, 4, 40
+
+
+def close(got, want, tolerance=1e-5):
+    torch.testing.assert_close(got, want, atol=tolerance, rtol=tolerance)
+
+
+def tokens(t: int = T, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(2, t, E, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+
+
+@pytest.fixture
+def torchscale(monkeypatch):
+    """torchscale's retention and its positions; what they import and do not use here is not installed."""
+    for name in ("fairscale", "fairscale.nn", "timm", "timm.models", "timm.models.layers"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["fairscale.nn"].checkpoint_wrapper = sys.modules["fairscale.nn"].wrap = lambda module, *rest: module
+    sys.modules["timm.models.layers"].drop_path = lambda x, *rest: x
+    from torchscale.architecture.retnet import RetNetRelPos
+    from torchscale.component.multiscale_retention import MultiScaleRetention
+
+    args = types.SimpleNamespace(
+        multiway=False, layernorm_eps=1e-6, decoder_embed_dim=E, decoder_retention_heads=H, recurrent_chunk_size=8
+    )
+    torch.manual_seed(0)
+    theirs = MultiScaleRetention(args, E, 2 * E, H).eval()
+    return theirs, RetNetRelPos(args)
+
+
+@pytest.mark.parametrize("mode", ["auto", "parallel", "chunk", "recurrent"])
+def test_retention_is_that_of_torchscale_in_all_its_forms(torchscale, mode):
+    theirs, positions = torchscale
+    ours = nn.Retention(E, H)
+    ours.load_state_dict(theirs.state_dict())
+    x = tokens() * 20  # large scores, so that the eps of the norm is nothing beside them
+    with torch.no_grad():
+        got = ours(x, mode=mode)
+        parallel = theirs(x, positions(T))
+        close(got, parallel, 2e-4)
+        chunked = theirs(x, positions(T, chunkwise_recurrent=True), chunkwise_recurrent=True)
+        close(got, chunked, 2e-4)
+        state: dict = {}
+        steps = []
+        for i in range(T):
+            at = positions(i + 1, activate_recurrent=True)
+            steps.append(theirs(x[:, i : i + 1], at, incremental_state=state))
+        close(got, torch.cat(steps, 1), 2e-4)
+
+
+LAYERS = {
+    "retention": lambda **more: nn.Retention(E, H, **more),
+    "linear": lambda **more: nn.LinearAttention(E, H, rotary=True, **more),
+    "grouped": lambda **more: nn.LinearAttention(E, H, kv_heads=2, feature_map="identity", normalizer_eps=None, **more),
+}
+
+
+@pytest.fixture(params=LAYERS)
+def layer(request):
+    torch.manual_seed(1)
+    return LAYERS[request.param](dtype=torch.float64)
+
+
+MODES = [{"mode": "parallel"}, {"mode": "chunk"}, {"mode": "chunk", "chunk_size": 7}, {"mode": "recurrent"}]
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_every_form_gives_the_same_output_state_and_gradients(layer, options):
+    x = tokens(dtype=torch.float64)
+    results = []
+    for how in ({}, options):
+        out, state = layer(x, return_state=True, **how)
+        grads = torch.autograd.grad(out.square().sum() + state.S.sum(), list(layer.parameters()), allow_unused=True)
+        results.append((out, state, [g for g in grads if g is not None]))
+    close(results[1][0], results[0][0], 1e-10)
+    close(results[1][1].S, results[0][1].S, 1e-10)
+    assert results[1][1].length.tolist() == [T, T]
+    for a, b in zip(results[1][2], results[0][2], strict=True):
+        close(a, b, 1e-8)
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_a_sequence_may_be_cut_and_the_rotation_goes_on(layer, options):
+    x = tokens(dtype=torch.float64)
+    first, state = layer(x[:, :11], return_state=True, **options)
+    second, state = layer(x[:, 11:12], state=state, return_state=True)
+    third = layer(x[:, 12:], state=state, **options)
+    close(torch.cat([first, second, third], 1), layer(x), 1e-10)
+
+
+@pytest.mark.parametrize("options", MODES)
+def test_padding_changes_nothing_and_the_padded_batch_goes_on_where_each_sequence_ends(layer, options):
+    x, lengths = tokens(dtype=torch.float64), torch.tensor([13, T])
+    out, state = layer(x, lengths=lengths, return_state=True, **options)
+    alone, own = layer(x[:1, :13], return_state=True)
+    close(out[:1, :13], alone, 1e-10)
+    close(state.S[:1], own.S, 1e-10)
+    assert state.length.tolist() == [13, T]
+    after = layer(tokens(3, torch.float64), state=state)
+    close(after[:1], layer(tokens(3, torch.float64)[:1], state=own), 1e-10)
+
+
+def test_heads_spread_over_devices_keep_the_decay_of_their_global_number():
+    whole = nn.Retention(E, H, rotary=False)
+    half = nn.Retention(E // 2, H // 2, first_head=2, rotary=False)
+    assert torch.equal(half.decay, whole.decay[2:])
+    assert torch.equal(whole.decay, 1 - 2.0 ** (-5 - torch.arange(4.0)))
+
+
+def test_a_layer_in_bfloat16_keeps_its_decay():
+    layer = nn.Retention(128, 8).bfloat16()
+    assert (layer.decay < 1).all()
+    assert layer.decay.dtype == torch.float32
+    x = torch.randn(1, 20, 128).bfloat16()
+    out, state = layer(x, return_state=True)
+    assert out.dtype == torch.bfloat16
+    assert state.S.dtype == torch.float32
+
+
+def test_a_decay_of_ones_own_and_no_gate():
+    layer = nn.Retention(E, H, decay=torch.full((H,), 0.5), gate=False, rotary=False, value_dim=E)
+    assert layer.g_proj is None
+    assert {name.split(".")[0] for name, _ in layer.named_parameters()} == {"q_proj", "k_proj", "v_proj", "out_proj"}
+    assert layer(tokens()).shape == (2, T, E)
+
+
+def test_linear_attention_is_the_op_between_its_projections():
+    layer, x, context = nn.LinearAttention(E, H), tokens(), tokens(9)
+    q, k, v = (p(y).unflatten(-1, (H, -1)).transpose(1, 2) for p, y in (
+        (layer.q_proj, x), (layer.k_proj, context), (layer.v_proj, context)))  # fmt: skip
+    a = (F.elu(q) + 1) @ (F.elu(k) + 1).transpose(-1, -2)
+    want = layer.out_proj((a / a.sum(-1, keepdim=True) @ v).transpose(1, 2).flatten(2))
+    close(layer(x, context), want)
+
+
+def test_a_layer_compiles():
+    layer, x = nn.LinearAttention(E, H), tokens(8)
+    torch._dynamo.reset()
+    close(torch.compile(layer, backend="eager", fullgraph=True)(x), layer(x))
+
+
+MISTAKES = {
+    "heads": (lambda: nn.Retention(30, 4), "embed_dim 30 is not a multiple of num_heads 4"),
+    "values": (lambda: nn.Retention(32, 4, value_dim=30), "value_dim 30"),
+    "odd pairs": (lambda: nn.Retention(36, 4), "head size must be even, got 9"),
+    "decay": (lambda: nn.Retention(32, 4, decay=torch.ones(3)), r"decay must be \[num_heads\] = \[4\]"),
+    "kv heads": (lambda: nn.LinearAttention(32, 4, kv_heads=3), "not a multiple of kv_heads 3"),
+    "linear heads": (lambda: nn.LinearAttention(30, 4), "embed_dim 30"),
+    "odd rotary": (lambda: nn.LinearAttention(36, 4, rotary=True), "head_dim must be even, got 9"),
+    "mode": (lambda: nn.Retention(32, 4)(tokens(3), mode="fast"), "mode must be one of auto, parallel, chunk"),
+    "chunk size": (lambda: nn.Retention(32, 4)(tokens(3), chunk_size=4), "chunk_size is a positive number for mode"),
+    "order": (lambda: nn.LinearAttention(32, 4)(tokens(3), is_causal=False, mode="recurrent"), "needs is_causal=True"),
+    "context": (lambda: nn.LinearAttention(32, 4, rotary=True)(tokens(3), tokens(4)), "rotary with a context"),
+    "state": (
+        lambda: nn.Retention(32, 4)(tokens(3), state=variants.LinearState(torch.zeros(2, 4, 8, 8), None, 0)),
+        "state.S must be",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_named(mistake):
+    run, words = MISTAKES[mistake]
+    with pytest.raises(InputError, match=words):
+        run()

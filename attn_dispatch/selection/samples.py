@@ -180,10 +180,25 @@ def as_double(op: AttentionOp) -> AttentionOp:
     return op.with_(**named, operands=tuple((n, wide(d)) for n, d in op.operands), dropout_p=0.0, traced=False)
 
 
-def golden(op: AttentionOp, sample: Sample) -> Raw:
-    """What is right for a sample, in float64 on the CPU, by the specification; dropout is left out."""
+def golden(op: AttentionOp, sample: Sample, dtype: torch.dtype = torch.float64) -> Raw:
+    """What is right for a sample, by the specification on the CPU; dropout is left out.
+
+    Args:
+        dtype: what to compute in; the op's own gives the error that the specification itself makes.
+    """
+    own = _in_dtype(sample, dtype)
+    part = as_double(op) if dtype == torch.float64 else op.with_(dropout_p=0.0, traced=False)
+    return reference.attention(part, own.query, own.key, own.value, own.operands)
+
+
+def _in_dtype(sample: Sample, dtype: torch.dtype) -> Sample:
     wide = sample.double()
-    return reference.attention(as_double(op), wide.query, wide.key, wide.value, wide.operands)
+    if dtype == torch.float64:
+        return wide
+    # what was wider than the query (a state, slopes) stays so
+    cast = {n: x.to(torch.promote_types(dtype, sample.named()[n].dtype)) if x.is_floating_point() else x
+            for n, x in wide.named().items()}  # fmt: skip
+    return Sample(cast.pop("query"), cast.pop("key"), cast.pop("value"), cast)
 
 
 def golden_rows(op: AttentionOp, sample: Sample, rows: tuple[int, int], dtype: torch.dtype = torch.float64) -> Raw:
@@ -192,10 +207,7 @@ def golden_rows(op: AttentionOp, sample: Sample, rows: tuple[int, int], dtype: t
     Args:
         dtype: what to compute in; the op's own gives the error that the specification itself makes.
     """
-    wide = sample.double()
-    if dtype != torch.float64:
-        cast = {n: x.to(dtype) if x.is_floating_point() else x for n, x in wide.named().items()}
-        wide = Sample(cast.pop("query"), cast.pop("key"), cast.pop("value"), cast)
+    wide = _in_dtype(sample, dtype)
     start, stop = rows
     offset = reference.offset_of(op, op.Sq, op.Skv, wide.operands)
     allowed = op.mask.dense(op.Sq, op.Skv, offset, wide.operands, "cpu", rows=rows)

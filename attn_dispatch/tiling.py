@@ -66,6 +66,11 @@ class TileBias:
         self._moves = all(atom.positional and not atom.refs() for atom in _leaves(op)) and _shift_invariant(op)
         self._seen: dict[tuple[int, ...], torch.Tensor | None] = {}
 
+    @property
+    def repeats(self) -> bool:
+        """Tiles that look alike share one tensor."""
+        return self._moves
+
     def __call__(self, tile: Tile) -> torch.Tensor | None:
         """The additive mask ``[.., rows, keys]`` in q's dtype; None when every pair of the tile attends."""
         looks = (tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0], tile.q_offset)

@@ -201,6 +201,8 @@ class _Turn:
         self.band = op.with_(mask=union.band) if union.band is not None else None
         self.cached = _BandBias(self, union) if union.band is not None else None
         self.index, self.k_extra, self.v_extra = self._gather_columns()
+        self.room, self.written = self._make_room(), 0
+        self.seen: dict[tuple[int, ...], torch.Tensor] = {}
 
     def _gather_columns(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Rule 2: indices ``[B|1, n]``, Skv where a batch has fewer, and the keys and values there."""
@@ -248,17 +250,53 @@ class _Turn:
         first, last = self._columns_seen(tile)
         if hi - lo + last - first == 0:
             return None
-        biases = []
-        if hi > lo and self.cached is not None:
-            biases.append(self.cached(tile))
-        if last > first:
-            biases.append(self._column_bias(tile, first, last))
-        k, v = (
-            _beside(x[:, :, lo:hi], extra[:, :, first:last])
-            for x, extra in ((self.k, self.k_extra), (self.v, self.v_extra))
-        )
-        bias = biases[0] if len(biases) == 1 else _cat_keys(*biases)
-        return self.inner(self.q[:, :, slice(*tile.rows)], k, v, {**self.t, _BIAS: bias})
+        k, v = self._keys(lo, hi, first, last)
+        return self.inner(self.q[:, :, slice(*tile.rows)], k, v, {**self.t, _BIAS: self._bias(tile, first, last)})
+
+    def _keys(self, lo: int, hi: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Gathered columns ``first .. last`` and after them the band's keys ``lo .. hi``."""
+        if self.room is None or lo < self.written:
+            return (
+                _beside(self.k_extra[:, :, first:last], self.k[:, :, lo:hi]),
+                _beside(self.v_extra[:, :, first:last], self.v[:, :, lo:hi]),
+            )
+        self.written = lo
+        start, end = self.index.shape[1] + lo, self.index.shape[1] + hi
+        for room, extra in zip(self.room, (self.k_extra, self.v_extra), strict=True):
+            room[:, :, start - (last - first) : start] = extra[:, :, first:last]
+        return self.room[0][:, :, start - (last - first) : end], self.room[1][:, :, start - (last - first) : end]
+
+    def _make_room(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Keys and values with room in front: the columns are written over keys that later blocks do not read.
+
+        One copy of the keys instead of one for each block; not with gradients, which need what was overwritten.
+        """
+        if self.op.grad or self.op.higher_order or self.union.band is None or self.index.shape[1] == 0:
+            return None
+        ahead = (0, 0, self.index.shape[1], 0)
+        return torch.nn.functional.pad(self.k, ahead), torch.nn.functional.pad(self.v, ahead)
+
+    def _bias(self, tile: tiling.Tile, first: int, last: int) -> torch.Tensor:
+        lo, hi = tile.keys
+        if last == first:
+            assert self.cached is not None
+            return self.cached(tile)
+        if hi == lo or self.cached is None:
+            return self._column_bias(tile, first, last)
+        if not self._clear_of(lo, hi):
+            return _cat_keys(self._column_bias(tile, first, last), self.cached(tile))
+        looks = (tile.rows[1] - tile.rows[0], hi - lo, tile.q_offset, last - first)
+        if looks not in self.seen or not self.cached.repeats:
+            band = self.cached(tile)
+            self.seen[looks] = _cat_keys(band.new_zeros((1, 1, 1, last - first)), band)
+        return self.seen[looks]
+
+    def _clear_of(self, lo: int, hi: int) -> bool:
+        """No gathered column lies in the band's slice, and every row sees all of them: nothing to mask there."""
+        if self.index.shape[0] > 1 or self.union.columns is None or self.union.columns.per_query:
+            return False
+        before, after = torch.searchsorted(self.index[0], torch.tensor([lo, hi], device=self.index.device)).tolist()
+        return before == after
 
     def _columns_seen(self, tile: tiling.Tile) -> tuple[int, int]:
         """Rule 4: the range of gathered columns that a block may see."""
@@ -320,6 +358,7 @@ class _BandBias:
         self._tile_bias = tiling.TileBias(turn.op.with_(mask=shape), turn.q, turn.k, turn.tensors)
         self._turn = turn
         self._kept = None
+        self.repeats = union.padding is None and self._tile_bias.repeats
         if union.padding is not None:
             kept = kept_columns(union.padding, turn.skv, turn.tensors, turn.q.device)
             self._kept = _additive(kept[:, None, None, :], 1, turn.skv, turn.q.dtype)
@@ -343,10 +382,10 @@ def _cat_keys(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.cat([a.expand(*sizes, -1), b.expand(*sizes, -1)], -1)
 
 
-def _beside(x: torch.Tensor, extra: torch.Tensor) -> torch.Tensor:
+def _beside(extra: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     if extra.shape[2] == 0:
         return x
-    return torch.cat([x, extra], 2) if x.shape[2] else extra
+    return torch.cat([extra, x], 2) if x.shape[2] else extra
 
 
 def _marked(kept: torch.Tensor, length: int) -> torch.Tensor:

@@ -67,7 +67,9 @@ class GatherBlocks(Rewrite):
     def apply(self, op: AttentionOp) -> Rewritten | Reason:
         found = _split(op.mask)
         if found is None:
-            return not_useful(f"{op.mask if len(str(op.mask)) < 80 else 'the mask'} is no conjunction with a block table")
+            return not_useful(
+                f"{op.mask if len(str(op.mask)) < 80 else 'the mask'} is no conjunction with a block table"
+            )
         table, rest = found
         if not isinstance(table.table, Table):
             return Reason("feature", "mask:BlockTable", text="the table is known only when it runs")
@@ -204,11 +206,15 @@ class _Layout:
         padded = F.pad(q, (0, 0, front, behind)) if front or behind else q
         rows = padded.shape[2] // count  # a single block row is taken as it is
         # [B, heads * block rows, groups, rows, D]: one entry for each sequence
-        queries = padded.unflatten(1, (self.heads, self.groups)).unflatten(3, (count, rows)).transpose(2, 3).flatten(1, 2)
+        queries = (
+            padded.unflatten(1, (self.heads, self.groups)).unflatten(3, (count, rows)).transpose(2, 3).flatten(1, 2)
+        )
         position = (first * block if count > 1 else offset) - offset  # row number of row 0 of block row 0
         run = _Parts(self, inner, k, v, t, offset, position, rows, skv)
         pieces = [piece for work in self._plans[known] for piece in run.pieces(queries, work, count)]
-        out = _place([(i, p.out if isinstance(p, Raw) else p) for i, p in pieces], queries, (k, v), v.shape[3], 0.0, self.op)
+        out = _place(
+            [(i, p.out if isinstance(p, Raw) else p) for i, p in pieces], queries, (k, v), v.shape[3], 0.0, self.op
+        )
 
         def back(x: torch.Tensor) -> torch.Tensor:
             x = x.unflatten(1, (self.heads, count)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
@@ -240,7 +246,10 @@ class _Parts:
         missing = -skv % layout.block
         # [B, Hkv * key blocks, block * E]: a row for each key block, to be picked
         self.stores = [
-            (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(2, (-1, layout.block)).flatten(1, 2).flatten(2, 3)
+            (F.pad(x, (0, 0, 0, missing)) if missing else x)
+            .unflatten(2, (-1, layout.block))
+            .flatten(1, 2)
+            .flatten(2, 3)
             for x in ((k, v) if any(w.blocks is not None for w in layout.works) or layout.works == [] else ())
         ]
         self.mask = And.of(layout.rest, KeyRange(0, skv)) if not isinstance(layout.rest, Full) else KeyRange(0, skv)

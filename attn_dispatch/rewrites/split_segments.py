@@ -134,7 +134,9 @@ def _run_row(
     lse = torch.full((b, hq, sq), -math.inf, dtype=acc, device=q.device) if op.outputs.lse else None
     pieces: list[tuple[_Where, torch.Tensor, torch.Tensor | None]] = []
     for group in documents.values():
-        cut = [torch.cat([_take(x, where) for where in group]) if len(group) > 1 else _take(x, group[0]) for x in (q, k, v)]
+        cut = [
+            torch.cat([_take(x, where) for where in group]) if len(group) > 1 else _take(x, group[0]) for x in (q, k, v)
+        ]
         result = inner(*cut, t)
         parts = (result.out, result.lse) if op.outputs.lse else (result, None)
         for n, where in enumerate(group):

@@ -127,8 +127,8 @@ class LongformerSelfAttention(nn.Module):
     def _few_rows(self, x: torch.Tensor, queries: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
         """The same with the projections of key and value moved to the few queries and results.
 
-        ``q . (W x + b) = (W^T q) . x + q . b``, and what is the same for every key changes no softmax. Weights sum to 1,
-        so ``sum p (W x + b) = W (sum p x) + b``. No token is projected, and all heads share one key: the token.
+        ``q . (W x + b) = (W^T q) . x + q . b``, and what is the same for every key changes no softmax. Weights sum to
+        1, so ``sum p (W x + b) = W (sum p x) + b``. No token is projected, and all heads share one key: the token.
         """
         w_k = self.key_global.weight.unflatten(0, (self.num_heads, self.head_dim))
         w_v = self.value_global.weight.unflatten(0, (self.num_heads, self.head_dim))

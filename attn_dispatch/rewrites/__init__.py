@@ -1,8 +1,9 @@
 """Rewrites: other forms of an op, exact up to rounding, each a candidate like any other.
 
 A chain applies rewrites from the outside in, in the order of this list, at most `MAX_CHAIN` of them. Why this order:
-what drops work that nobody sees comes first (padding, other documents, keys out of the band), then what changes the shape of what is
-left (groups, parts, dtypes, head sizes), and the mask is only made dense when nothing else is left to say about it.
+what drops work that nobody sees comes first (padding, other documents, keys out of the band), then what changes the
+shape of what is left (groups, parts, dtypes, head sizes), and the mask is only made dense when nothing else is left
+to say about it.
 """
 
 from __future__ import annotations

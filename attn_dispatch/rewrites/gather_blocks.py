@@ -123,7 +123,7 @@ class _Layout:
     def plan(self, sq: int, skv: int, offset: int) -> list[_Work]:
         """Rules 2 and 4: slices first, then groups of one width."""
         first, last = offset // self.block, (offset + sq - 1) // self.block
-        nq, nk = self.table.shape[-2:]
+        nq = self.table.shape[-2]
         used = self.table[..., : -(-skv // self.block)]
         works: list[_Work] = []
         spans: dict[tuple[int, int], list[int]] = {}
@@ -192,8 +192,7 @@ class _Layout:
     # --- running it --------------------------------------------------------------------------------------------------
 
     def run(self, inner: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-        b, hq, sq, _ = q.shape
-        skv, block = k.shape[2], self.block
+        sq, skv, block = q.shape[2], k.shape[2], self.block
         offset = reference.offset_of(self.op, sq, skv, t)
         assert isinstance(offset, int)
         known = (sq, skv, offset)

@@ -167,7 +167,7 @@ def _run_grouped(
     v: torch.Tensor,
     t: Operands,
 ) -> Any:
-    b, hq, sq, _ = q.shape
+    b, _, sq, _ = q.shape
     skv, step = k.shape[2], parts.step
     offset = reference.offset_of(op, sq, skv, t)
     assert isinstance(offset, int)

@@ -134,10 +134,8 @@ def _run_row(
     lse = torch.full((b, hq, sq), -math.inf, dtype=acc, device=q.device) if op.outputs.lse else None
     pieces: list[tuple[_Where, torch.Tensor, torch.Tensor | None]] = []
     for group in documents.values():
-        cut = [
-            torch.cat([_take(x, where) for where in group]) if len(group) > 1 else _take(x, group[0]) for x in (q, k, v)
-        ]
-        result = inner(*cut, t)
+        qs, ks, vs = (_joined(x, group) for x in (q, k, v))
+        result = inner(qs, ks, vs, t)
         parts = (result.out, result.lse) if op.outputs.lse else (result, None)
         for n, where in enumerate(group):
             here = slice(n * b, (n + 1) * b)
@@ -156,6 +154,11 @@ def _run_row(
         if lse is not None and total is not None:
             lse[:, :, where] = total
     return Raw(out, lse)
+
+
+def _joined(x: torch.Tensor, group: list[_Where]) -> torch.Tensor:
+    """Documents of one length as a batch."""
+    return torch.cat([_take(x, where) for where in group]) if len(group) > 1 else _take(x, group[0])
 
 
 def _take(x: torch.Tensor, where: _Where) -> torch.Tensor:

@@ -195,6 +195,25 @@ def test_rows_of_the_end_are_rows_of_the_whole(sq):
         torch.testing.assert_close(out, whole[:, :, -sq:], atol=4e-6, rtol=4e-6)
 
 
+GROWING = {
+    "sinks and window": masks.sliding_window(32) | masks.columns(4) & masks.causal(),
+    "strided": masks.strided(7),
+    "chunked": masks.chunked(24),
+    "bigbird": masks.bigbird(80, 8, 2, heads=2) & masks.causal(),
+}
+
+
+@pytest.mark.parametrize("name", GROWING)
+def test_a_mask_object_is_right_at_every_key_length_of_a_growing_decode(name):
+    """Each bucket of key lengths has its own run: a window that holds all keys in one does not in the next."""
+    mask = GROWING[name]
+    q, k, v = qkv(80)
+    for length in range(5, 81):
+        out = dispatch.attention(q[:, :, :1], k[:, :, :length], v[:, :, :length], attn_mask=mask)
+        want = dense64(q[:, :, :1], k[:, :, :length], v[:, :, :length], mask.dense(1, length, length - 1))
+        torch.testing.assert_close(out.double(), want, atol=4e-6, rtol=4e-6)
+
+
 # --- Longformer ------------------------------------------------------------------------------------------------------
 
 

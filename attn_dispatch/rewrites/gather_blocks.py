@@ -62,7 +62,7 @@ class GatherBlocks(Rewrite):
     """Key blocks gathered per block of query rows."""
 
     name = "gather_blocks"
-    order = 27
+    order = 26
 
     def apply(self, op: AttentionOp) -> Rewritten | Reason:
         found = _split(op.mask)

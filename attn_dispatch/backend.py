@@ -74,12 +74,15 @@ class Backend:
         capabilities: the facts, one `Capability` for each set of device types whose facts differ.
         hints: remedy by feature word or ``"dtype"``, shown with a refusal.
         tested: where it has been seen to run, for the support matrix; say so honestly.
+        compile_s: seconds that `compile` takes for an op it has not seen, when that is worth saying. The tuner counts
+            it, and the contract suite runs such a backend on chosen cases only.
     """
 
     name: str = ""
     capabilities: tuple[Capability, ...] = ()
     hints: dict[str, str] = {}  # noqa: RUF012 - a class constant
     tested: str = "cpu"
+    compile_s: float = 0.0
 
     def version(self) -> str:
         """Version of the library behind it; part of what a tuned record depends on."""

@@ -319,8 +319,11 @@ def _slow(
         )  # fmt: skip
         try:
             for route in _table.get(options, ()):
-                if route.check(*tensors):
-                    return route.run(query, key, value, route.operands(named) if route.operands else _NO_OPERANDS)
+                if not route.check(*tensors):
+                    continue
+                run = route.run if route.runs is None else route.runs.get((key.size(2) - 1).bit_length())
+                if run is not None and (route.runs is None or value.size(2) == key.size(2)):
+                    return run(query, key, value, route.operands(named) if route.operands else _NO_OPERANDS)
         except TypeError:  # a list where a tuple would do, or an argument of a wrong type, which describe will name
             options = ()
     call = _Call.sorted(

@@ -9,6 +9,7 @@ Example:
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -54,6 +55,7 @@ __all__ = [
     "Stride",
     "Window",
     "bigbird",
+    "block_table",
     "causal",
     "chunked",
     "columns",
@@ -62,7 +64,9 @@ __all__ = [
     "fixed",
     "from_tensor",
     "full",
+    "global_tokens",
     "key_lengths",
+    "local",
     "longformer",
     "parse_mask",
     "prefix_lm",
@@ -101,6 +105,11 @@ def sliding_window(size: int) -> Mask:
     return Causal() & Window(size - 1, None)
 
 
+def local(size: int) -> Mask:
+    """The ``size`` keys up to the query's own, which is one of them (Sparse Transformer's local heads)."""
+    return sliding_window(size)
+
+
 def dilated(count: int, step: int) -> Mask:
     """Keys at distance ``m * step``, m from ``-count`` to ``count`` (Longformer's dilation counts keys, not span).
 
@@ -108,11 +117,14 @@ def dilated(count: int, step: int) -> Mask:
         >>> dilated(2, 2).dense(1, 9, q_offset=4).nonzero()[:, 1].tolist()
         [0, 2, 4, 6, 8]
     """
+    _at_least("count", count, 0)
+    _at_least("step", step, 1)
     return Window(count * step, count * step) & Stride(step)
 
 
 def strided(stride: int) -> Mask:
     """Causal keys at multiples of ``stride`` before the query (Sparse Transformer, Child et al. 2019)."""
+    _at_least("stride", stride, 1)
     return Causal() & Stride(stride)
 
 
@@ -122,7 +134,14 @@ def fixed(block: int, summary: int) -> Mask:
     Args:
         block: length l of a block.
         summary: number c of summary columns, ``0 <= c <= l``.
+
+    Example:
+        >>> fixed(3, 1).dense(6, 6).int().tolist()[5]
+        [0, 0, 1, 1, 1, 1]
     """
+    _at_least("block", block, 1)
+    if not 0 <= summary <= block:
+        raise InputError(f"summary columns must be in [0, block] = [0, {block}], got {summary}")
     return Causal() & (SameBlock(block) | KeyRange(block - summary, block, block))
 
 
@@ -131,20 +150,40 @@ def chunked(size: int) -> Mask:
     return Causal() & SameBlock(size)
 
 
-def longformer(side: int, global_keys: torch.Tensor | None = None, valid: torch.Tensor | None = None) -> Mask:
+def global_tokens(keep: torch.Tensor) -> Mask:
+    """Tokens that see every token and are seen by every token: bool ``[S]`` or ``[B, S]``, True = global."""
+    _marks("keep", keep)
+    return Columns(keep) | Rows(keep)  # type: ignore[arg-type]
+
+
+def longformer(
+    side: int,
+    global_keys: torch.Tensor | None = None,
+    valid: torch.Tensor | None = None,
+    *,
+    global_rows: bool = True,
+) -> Mask:
     """A window of ``side`` to both sides, global tokens that see all and are seen by all, and padding.
 
     Args:
-        side: one-sided width, so ``2 * side + 1`` keys.
+        side: one-sided width, so ``2 * side + 1`` keys (half of Hugging Face's ``attention_window``).
         global_keys: bool ``[S]`` or ``[B, S]``, the global tokens.
-        valid: bool ``[B, S]``, False for padded keys.
+        valid: bool ``[S]`` or ``[B, S]``, False for padded keys.
+        global_rows: False when global tokens are only seen by all: for separate global projections, whose rows are
+            an attention of their own (`attn_dispatch.nn.LongformerSelfAttention`).
 
     Source: Beltagy et al. 2020; tied projections.
     """
+    _at_least("side", side, 0)
     mask: Mask = Window(side, side)
     if global_keys is not None:
-        mask = mask | Columns(global_keys) | Rows(global_keys)  # type: ignore[arg-type]
-    return mask & Columns(valid) if valid is not None else mask  # type: ignore[arg-type]
+        _marks("global_keys", global_keys)
+        mask = mask | Columns(global_keys)  # type: ignore[arg-type]
+        mask = mask | Rows(global_keys) if global_rows else mask  # type: ignore[arg-type]
+    if valid is None:
+        return mask
+    _marks("valid", valid)
+    return mask & Columns(valid)  # type: ignore[arg-type]
 
 
 def bigbird(
@@ -163,9 +202,13 @@ def bigbird(
     Args:
         length: sequence length; blocks are counted from it.
         block: block size; random_blocks: r per block row; heads: number of different tables.
+        valid: bool ``[S]`` or ``[B, S]``, False for padded keys.
 
     Source: Zaheer et al. 2020.
     """
+    for name, value, least in (("length", length, 1), ("block", block, 1), ("heads", heads, 1)):
+        _at_least(name, value, least)
+    _at_least("random_blocks", random_blocks, 0)
     n = -(-length // block)
     generator = torch.Generator().manual_seed(seed)
     table = torch.zeros(heads, n, n, dtype=torch.bool)
@@ -177,7 +220,72 @@ def bigbird(
             free = (~table[head, row]).nonzero()[:, 0]
             table[head, row, free[torch.randperm(len(free), generator=generator)[:random_blocks]]] = True
     mask: Mask = BlockTable(block, table if heads > 1 else table[0])  # type: ignore[arg-type]
-    return mask & Columns(valid) if valid is not None else mask  # type: ignore[arg-type]
+    if valid is None:
+        return mask
+    _marks("valid", valid)
+    return mask & Columns(valid)  # type: ignore[arg-type]
+
+
+def block_table(block: int, table: torch.Tensor | Sequence[Any], key_blocks: int | None = None) -> Mask:
+    """Any pattern of blocks: which key blocks each block of query rows attends.
+
+    Args:
+        block: block size, of rows and of keys.
+        table: a layout ``[nq, nk]`` or ``[Hq, nq, nk]`` of booleans (or 0 and 1, as DeepSpeed writes it); or, with
+            ``key_blocks``, the numbers of the key blocks of each row, ``[nq, w]`` or ``[Hq, nq, w]``, -1 for none.
+        key_blocks: how many key blocks there are, when ``table`` lists numbers.
+
+    Raises:
+        InputError: a table of another shape or kind, a number that is out of range or listed twice in a row.
+
+    Example:
+        >>> lists = [[0, -1], [0, 1]]
+        >>> block_table(2, lists, key_blocks=2).dense(4, 4).int().tolist()
+        [[1, 1, 0, 0], [1, 1, 0, 0], [1, 1, 1, 1], [1, 1, 1, 1]]
+    """
+    _at_least("block", block, 1)
+    values = torch.as_tensor(table)
+    if values.ndim not in (2, 3) or values.is_floating_point():
+        problem = f"a block table is [nq, nk] or [Hq, nq, nk] of booleans or integers, got {list(values.shape)}"
+        raise InputError(f"{problem} {values.dtype}")
+    if key_blocks is not None:
+        values = _listed_blocks(values, key_blocks)
+    elif values.dtype != torch.bool and bool(((values != 0) & (values != 1)).any()):
+        problem = f"a layout is of 0 and 1, and the table has {int(values[(values != 0) & (values != 1)][0])}"
+        raise InputError(problem, remedy="key_blocks=n when the table lists the numbers of key blocks")
+    return BlockTable(block, values.bool())  # type: ignore[arg-type]
+
+
+def _listed_blocks(numbers: torch.Tensor, key_blocks: int) -> torch.Tensor:
+    """A layout ``[.., nq, nk]`` from lists of block numbers."""
+    if numbers.dtype == torch.bool:
+        raise InputError("key_blocks= goes with a table of block numbers, and this one is of booleans")
+    wrong = (numbers < -1) | (numbers >= key_blocks)
+    if bool(wrong.any()):
+        at = wrong.nonzero()[0].tolist()
+        problem = f"block number {int(numbers[tuple(at)])} at {at} is not in [0, {key_blocks}), nor -1 for none"
+        raise InputError(problem)
+    counts = torch.zeros((*numbers.shape[:-1], key_blocks + 1), dtype=torch.int64, device=numbers.device)
+    counts.scatter_add_(-1, torch.where(numbers < 0, key_blocks, numbers).long(), torch.ones_like(numbers).long())
+    counts = counts[..., :key_blocks]
+    if bool((counts > 1).any()):
+        *row, number = (counts > 1).nonzero()[0].tolist()
+        raise InputError(
+            f"block number {number} is listed {int(counts[(*row, number)])} times in row {row}",
+            remedy="a mask is a set: list each block once",
+        )
+    return counts > 0
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise InputError(f"{name} must be an integer >= {least}, got {value!r}")
+
+
+def _marks(name: str, marks: torch.Tensor) -> None:
+    if not isinstance(marks, torch.Tensor) or marks.dtype != torch.bool or marks.ndim not in (1, 2):
+        got = f"{list(marks.shape)} {marks.dtype}" if isinstance(marks, torch.Tensor) else type(marks).__name__
+        raise InputError(f"{name} must be a bool tensor [S] or [B, S], got {got}", remedy=f"{name}.bool()")
 
 
 def prefix_lm(prefix: int | torch.Tensor) -> Mask:

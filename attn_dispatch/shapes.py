@@ -231,6 +231,8 @@ def mask_problem(atom: Mask, operands: Mapping[str, TensorDesc], b: int, hq: int
             return f"its table has shape {list(got)}, must be [nq, nk] or [H, nq, nk] with H {hq}"
         if got is not None and got[-1] * atom.block < skv:
             return f"its table covers {got[-1]} x {atom.block} = {got[-1] * atom.block} keys, there are {skv}"
+        if got is not None and sq == skv and got[-2] * atom.block < sq:
+            return f"its table covers {got[-2]} x {atom.block} = {got[-2] * atom.block} query rows, there are {sq}"
     return ""
 
 

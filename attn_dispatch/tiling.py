@@ -15,8 +15,9 @@ import torch
 from attn_dispatch import reference
 from attn_dispatch.backend import Operands
 from attn_dispatch.ir.atoms import Causal, Full
-from attn_dispatch.ir.masks import FULL
+from attn_dispatch.ir.masks import FULL, Grid
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.pointwise import allowed_at, is_pointwise
 from attn_dispatch.ir.scores import Bias
 
 __all__ = ["Tile", "join_rows", "key_span", "query_tiles", "slice_bias"]
@@ -65,6 +66,11 @@ class TileBias:
         self._moves = all(atom.positional and not atom.refs() for atom in _leaves(op)) and _shift_invariant(op)
         self._seen: dict[tuple[int, ...], torch.Tensor | None] = {}
 
+    @property
+    def repeats(self) -> bool:
+        """Tiles that look alike share one tensor."""
+        return self._moves
+
     def __call__(self, tile: Tile) -> torch.Tensor | None:
         """The additive mask ``[.., rows, keys]`` in q's dtype; None when every pair of the tile attends."""
         looks = (tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0], tile.q_offset)
@@ -77,12 +83,20 @@ class TileBias:
     def _build(self, tile: Tile) -> torch.Tensor | None:
         if isinstance(self._op.mask, Full) or self._is_full(tile):
             return None
-        sq, skv = self._q.shape[2], self._k.shape[2]
-        allowed = self._op.mask.dense(sq, skv, self._offset, self._t, self._q.device, rows=tile.rows)
-        allowed = allowed[..., tile.keys[0] : tile.keys[1]]
-        allowed = allowed[(None,) * (4 - allowed.ndim)]
+        allowed = self._allowed(tile)
         zeros = torch.zeros(allowed.shape, dtype=self._q.dtype, device=self._q.device)
         return zeros.masked_fill_(~allowed, -math.inf)
+
+    def _allowed(self, tile: Tile) -> torch.Tensor:
+        sq, skv = self._q.shape[2], self._k.shape[2]
+        if isinstance(self._offset, int) and is_pointwise(self._op.mask):  # the tile alone, not all keys of its rows
+            rows = torch.arange(*tile.rows, device=self._q.device).view(1, 1, -1, 1)
+            keys = torch.arange(*tile.keys, device=self._q.device).view(1, 1, 1, -1)
+            found = allowed_at(self._op.mask, Grid(rows, rows + self._offset, keys, self._t, sq, skv))
+            return found.expand(*found.shape[:2], rows.shape[2], keys.shape[3])
+        allowed = self._op.mask.dense(sq, skv, self._offset, self._t, self._q.device, rows=tile.rows)
+        allowed = allowed[..., tile.keys[0] : tile.keys[1]]
+        return allowed[(None,) * (4 - allowed.ndim)]
 
     def _is_full(self, tile: Tile) -> bool:
         if not self._moves:

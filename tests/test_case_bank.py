@@ -58,6 +58,7 @@ ELIGIBLE = [
     if b.unavailable() is None
     and "cpu" in b.capability_on("cpu").devices
     and "weight:Softmax" in b.capability_on("cpu").features
+    and b.compile_s == 0
 ]
 
 

@@ -15,11 +15,11 @@ from attn_dispatch.rewrites import merge_parts
 from attn_dispatch.testing import BY_ID, CASES, Case, Result, Verdict, check
 from attn_dispatch.testing.cases import MASKS, Sizes, make_inputs
 
-BACKENDS = list(current().backends)
+BACKENDS = [name for name, backend in current().backends.items() if backend.compile_s == 0]
 HERE = [
     name
     for name, backend in current().backends.items()
-    if backend.unavailable() is None and "cpu" in backend.capability_on("cpu").devices
+    if backend.compile_s == 0 and backend.unavailable() is None and "cpu" in backend.capability_on("cpu").devices
 ]
 candidates_of = functools.cache(testing.candidates_of)
 

@@ -30,6 +30,9 @@ __all__ = [
 ]
 
 
+_MOST_VALUES = 1 << 20  # of a block table that counts by value; a larger one is a tensor of the call
+
+
 def _yes(like: torch.Tensor) -> torch.Tensor:
     return torch.ones((1, 1), dtype=torch.bool, device=like.device)
 
@@ -278,7 +281,7 @@ class BlockTable(Mask):
     def __post_init__(self) -> None:
         _require(self.block >= 1, f"block must be >= 1, got {self.block}")
         table = holding(self.table)
-        if isinstance(table, Held) and table.tensor.device.type == "cpu" and table.tensor.numel() <= 1 << 16:
+        if isinstance(table, Held) and table.tensor.device.type == "cpu" and table.tensor.numel() <= _MOST_VALUES:
             table = Table.of(table.tensor.bool())  # a pattern is part of what the op is: it counts by value
         object.__setattr__(self, "table", table)
 
@@ -293,6 +296,30 @@ class BlockTable(Mask):
             table[..., q_block.clamp(0, max(nq - 1, 0)), :] if q_block.ndim == 1 else _rows_per_batch(table, q_block)
         )
         return picked[..., k_block.clamp(0, max(nk - 1, 0))] & inside
+
+    def bounds(self, tiles: TileGrid) -> Bounds:
+        table = operand_tensor(self.table, tiles.grid).bool()
+        nq, nk = table.shape[-2:]
+        sums = torch.nn.functional.pad(table.long().cumsum(-1).cumsum(-2), (1, 0, 1, 0))  # of all blocks before
+
+        def span(lo: torch.Tensor, hi: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+            lo, hi = _block(lo, self.block), _block(hi, self.block) + 1
+            return lo.clamp(0, count), hi.clamp(0, count), (lo >= 0) & (hi <= count)
+
+        q_lo, q_hi, q_inside = span(tiles.q_lo, tiles.q_hi, nq)
+        k_lo, k_hi, k_inside = span(tiles.k_lo, tiles.k_hi, nk)
+        q_lo, q_hi, k_lo, k_hi = torch.broadcast_tensors(q_lo, q_hi, k_lo, k_hi)
+        found = sums[..., q_hi, k_hi] - sums[..., q_lo, k_hi] - sums[..., q_hi, k_lo] + sums[..., q_lo, k_lo]
+        whole = (q_hi - q_lo) * (k_hi - k_lo)
+        return Bounds(found > 0, (found == whole) & q_inside & k_inside)
+
+    def interval(self, q_lo: int, q_hi: int, skv: int, tensors: Tensors) -> tuple[int, int]:
+        if not isinstance(self.table, Table):
+            return (0, skv)
+        table = self.table.tensor()
+        rows = table[..., max(q_lo // self.block, 0) : max(q_hi // self.block + 1, 0), :]
+        used = rows.reshape(-1, table.shape[-1]).any(0).nonzero()[:, 0]
+        return (int(used[0]) * self.block, (int(used[-1]) + 1) * self.block) if len(used) else (0, 0)
 
 
 def _rows_per_batch(table: torch.Tensor, q_block: torch.Tensor) -> torch.Tensor:

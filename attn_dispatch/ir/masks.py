@@ -92,13 +92,18 @@ class TileGrid:
     grid: Grid
 
     def summarise(self, allowed: torch.Tensor) -> Bounds:
-        """Any and all over each tile of a mask given by element (``[..., Sq, Skv]`` or broadcast along either)."""
-        nq, nk = self.q_lo.shape[0], self.k_lo.shape[1]
-        full = allowed.expand(*allowed.shape[:-2], self.grid.sq, self.grid.skv)
-        pad = (0, nk * self.bk - self.grid.skv, 0, nq * self.bq - self.grid.sq)
-        shape = (*full.shape[:-2], nq, self.bq, nk, self.bk)
-        may = torch.nn.functional.pad(full, pad, value=False).reshape(shape).any(-1).any(-2)
-        must = torch.nn.functional.pad(full, pad, value=True).reshape(shape).all(-1).all(-2)
+        """Any and all over each tile of a mask given by element (``[..., Sq, Skv]`` or broadcast along either).
+
+        A dimension of size 1 is left alone, so that a mask over keys or over rows costs no Sq x Skv here.
+        """
+        sizes = ((-2, self.bq, self.q_lo.shape[0]), (-1, self.bk, self.k_lo.shape[1]))
+        may = must = allowed
+        for dim, size, count in sizes:
+            if allowed.shape[dim] > 1:
+                missing = count * size - allowed.shape[dim]
+                pad = (0, missing) if dim == -1 else (0, 0, 0, missing)
+                may = torch.nn.functional.pad(may, pad, value=False).unflatten(dim, (count, size)).any(dim)
+                must = torch.nn.functional.pad(must, pad, value=True).unflatten(dim, (count, size)).all(dim)
         return Bounds(may, must)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -56,15 +57,22 @@ class Table:
         return cls(f"int {shape} {','.join(str(int(x)) for x in flat)}")
 
     def tensor(self, device: Any = None) -> torch.Tensor:
-        """The array, bool or int64."""
-        kind, shape_text, body = (self.text + " ").split(" ")[:3]
-        shape = [int(n) for n in shape_text.split("x")]
-        values = [c == "1" for c in body] if kind == "bool" else [int(x) for x in body.split(",") if x]
-        dtype = torch.bool if kind == "bool" else torch.int64
-        return torch.tensor(values, dtype=dtype, device=device).reshape(shape)
+        """The array, bool or int64; to be read, not written to: it is made once for each text."""
+        found = _parse_table(self.text)
+        return found if device is None else found.to(device)
 
     def __str__(self) -> str:
         return f'"{self.text}"'
+
+
+@functools.lru_cache(maxsize=256)
+def _parse_table(text: str) -> torch.Tensor:
+    kind, shape_text, body = (text + " ").split(" ")[:3]
+    shape = [int(n) for n in shape_text.split("x")]
+    if kind == "bool" and body:
+        return torch.frombuffer(bytearray(body.encode()), dtype=torch.uint8).eq(ord("1")).reshape(shape)
+    dtype = torch.bool if kind == "bool" else torch.int64
+    return torch.tensor([int(x) for x in body.split(",") if x], dtype=dtype).reshape(shape)
 
 
 Operand = Ref | Held | Table

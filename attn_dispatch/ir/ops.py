@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
@@ -305,7 +306,7 @@ class AttentionOp:
         sizes = [f"q {list(self.query.shape)} {dtype}"]
         sizes += [f"k, v {list(self.key.shape)}"] if self.Dv == self.D else []
         sizes += [] if self.Dv == self.D else [f"k {list(self.key.shape)}", f"v {list(self.value.shape)}"]
-        words = [str(self.mask)] if not isinstance(self.mask, Full) else []
+        words = [_LONG_TABLE.sub(r"\1...", str(self.mask))] if not isinstance(self.mask, Full) else []
         words += [f"q_offset {self.q_offset}"] if self.mask.positional else []
         words += [str(term) for term in self.score]
         words += [str(self.weight)] if self.weight != Softmax() else []
@@ -321,6 +322,7 @@ class AttentionOp:
         return "   ".join([*sizes, *words, self.device])
 
 
+_LONG_TABLE = re.compile(r'("(?:bool|int) \S+ [^" ]{32})[^" ]+')  # for people; keys have every element
 _PLAIN = ("scale", "dropout_p", "higher_order", "deterministic", "traced", "layout")
 
 

@@ -192,9 +192,13 @@ def _prepare(case: Case) -> _Prepared:
 
 
 def candidates_of(case: Case, registry: Registry | None = None) -> list[Candidate]:
-    """Every candidate of a case, legal or not: all chains of rewrites before all backends that exist here."""
+    """Every candidate of a case, legal or not: all chains of rewrites before all backends that exist here.
+
+    Backends that compile for seconds (`Backend.compile_s`) are left out: they are checked by name, on chosen cases.
+    """
     registry = registry or current()
-    found, _ = enumerate_candidates(_prepare(case).op, registry)
+    quick = {name: backend for name, backend in registry.backends.items() if backend.compile_s == 0}
+    found, _ = enumerate_candidates(_prepare(case).op, Registry(quick, registry.rewrites))
     return found
 
 

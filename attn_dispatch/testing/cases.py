@@ -439,6 +439,7 @@ _MQA = replace(_S, Hq=6, Hkv=1, Sq=5, Skv=19)
 _LONG = replace(_S, B=1, Hq=4, Sq=200, Skv=200)
 _LINEAR = ("elu1", "identity", "retention")
 _STEP = replace(_S, Sq=1, Skv=1)
+_LONGER = replace(_S, B=1, Sq=500, Skv=500)
 
 CASES: tuple[Case, ...] = (
     # every mask, square and ragged; float32
@@ -561,6 +562,12 @@ CASES: tuple[Case, ...] = (
     Case("long_decode", sizes=replace(_S, B=1, Hq=4, Hkv=1, Sq=1, Skv=601), lse=True),
     Case("long_decode_f16", sizes=replace(_S, B=1, Hq=2, Hkv=1, Sq=2, Skv=600), dtype="float16"),
     Case("long_lengths", "both_lengths", sizes=replace(_LONG, B=2, Hq=2), lse=True),
+    # unions of a band, columns and rows
+    Case("long_longformer", "longformer", sizes=_LONGER, lse=True),
+    Case("long_longformer_grad", "longformer", sizes=_LONGER, grad=_GRAD),
+    Case("long_longformer_gqa_bf16", "longformer", sizes=replace(_LONGER, Hkv=1), dtype="bfloat16"),
+    Case("long_fixed_sinks", "fixed", sizes=_LONGER, sinks=True, lse=True),
+    Case("nan_long_longformer", "longformer", sizes=_LONGER, poison="keys"),
     Case("nan_long_window", "window_15", sizes=replace(_LONG, Hq=2), poison="keys"),
     # linear attention and retention
     *(

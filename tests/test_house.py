@@ -56,6 +56,7 @@ ARROWS: dict[str, set[str]] = {
         *("settings", "state"),
     },
     "routes": {"errors", "backend", "registry", "selection"},
+    "keeping": {"errors", "ir", "passes", "plan", "registry", "routes", "selection"},
     "report": {"errors", "ir", "capability", "context", "frontend", "passes", "registry", "selection", "settings"},
     "tracing": {"errors", "ir", "context", "reference", "shapes", "variants"},
     "torch_op": {"errors", "ir", "state", "variants"},
@@ -63,7 +64,19 @@ ARROWS: dict[str, set[str]] = {
     "select": {"errors", "ir", "shapes", "tracing"},
     "plugin": {"errors", "ir", "capability", "backend", "registry", "rewrites"},
     "dispatch": {
-        *("errors", "ir", "context", "tracing", "frontend", "passes", "plan", "registry", "report", "routes"),
+        *(
+            "errors",
+            "ir",
+            "context",
+            "keeping",
+            "tracing",
+            "frontend",
+            "passes",
+            "plan",
+            "registry",
+            "report",
+            "routes",
+        ),
         *("selection", "variants", "shapes", "masks", "select", "paging", "varlen"),
     },
 }

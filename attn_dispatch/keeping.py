@@ -1,0 +1,77 @@
+"""Which plans get a route, and which routes may leave the key length open: the second half of the warm path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from attn_dispatch.ir.ops import AttentionOp, bucket
+from attn_dispatch.passes import canonicalise
+from attn_dispatch.plan import Plan
+from attn_dispatch.registry import current
+from attn_dispatch.routes import Route, make_guard, routes
+from attn_dispatch.selection.candidates import rebuild
+from attn_dispatch.selection.pins import current_pins
+
+__all__ = ["keep_route"]
+
+
+def keep_route(
+    options: tuple[Any, ...],
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    named: Mapping[str, torch.Tensor],
+    made: Plan,
+) -> None:
+    """Remember the way to a plan; a second key length in the same bucket opens the length.
+
+    Args:
+        options: the key of the call. query, key, value, named: its tensors. made: what it ran.
+    """
+    tensors = (query, key, value, *named.values())
+    operands = made.binding.operands if named else None
+    length = key.size(2) if key.ndim == 4 and not named else 0
+    others = routes.table.get(options, ()) if length else ()
+    opened = next((r for r in others if r.runs is not None and r.check(query, key, value)), None)
+    like = next((r for r in others if _same_but_length(r, query, key, value)), None)
+    if (opened is not None or like is not None) and _is_right_for_its_bucket(made):
+        index = (length - 1).bit_length()
+        if opened is not None and opened.runs is not None:
+            opened.runs[index] = made.run
+            return
+        guard = make_guard(tensors, open_key_length=True)
+        routes.add(options, Route(guard, made.run, operands, 0, {index: made.run}), replaces=like)
+        return
+    routes.add(options, Route(make_guard(tensors), made.run, operands, length))
+
+
+def _same_but_length(route: Route, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether a route is for this call at another key length of the same bucket: it accepts keys of its own length."""
+    if route.length == 0 or bucket(route.length) != bucket(key.size(2)):
+        return False
+    own = [x.new_empty((*x.shape[:2], route.length, x.shape[3])).requires_grad_(x.requires_grad) for x in (key, value)]
+    return route.check(query, own[0], own[0] if value is key else own[1])
+
+
+def _is_right_for_its_bucket(made: Plan) -> bool:
+    """Whether this plan is right for every key length of its bucket, so that its route may leave the length open.
+
+    One canonical op and a legal candidate at both ends: the passes change their mind at most once in between.
+    """
+    op = made.op
+    hi = bucket(op.Skv)
+    lo = hi // 2 + 1
+    if op.Skv <= 16 or lo <= op.Sq <= hi or not made.binding.form.is_plain or current_pins().has_lengths:
+        return False
+    for length in (lo, hi):
+        other, _ = canonicalise(made.binding.op.resized(op.B, op.Sq, length))
+        if _without_lengths(other) != _without_lengths(op) or rebuild(made.name, other, current()) is None:
+            return False
+    return True
+
+
+def _without_lengths(op: AttentionOp) -> AttentionOp:
+    return op.resized(op.B, op.Sq, 1 << 20)

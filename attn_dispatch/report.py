@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from attn_dispatch import context
 from attn_dispatch.capability import Reason
+from attn_dispatch.complexity import complexity
 from attn_dispatch.errors import NoBackendError
 from attn_dispatch.frontend import Binding
 from attn_dispatch.ir.ops import AttentionOp
@@ -47,6 +48,7 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"asked     {self.op}", f"features  {', '.join(sorted(self.op.features))}"]
+        lines.append(f"costs     {complexity(self.op)}")
         lines += [f"note      {note}" for note in self.notes]
         lines += [f"pass      {name}: {after}" for name, after in self.passes]
         if self.error:
@@ -77,6 +79,7 @@ class Report:
             "passes": [name for name, _ in self.passes],
             "legal": [{"name": name, "estimated_us": round(time_us, 1)} for name, time_us in self.legal],
             "measured_us": dict(self.measured),
+            "complexity": asdict(complexity(self.op)),
             "refused": {
                 name: [{"code": r.code, "field": r.field, "text": str(r)} for r in reasons]
                 for name, reasons in self.refused.items()

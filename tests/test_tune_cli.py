@@ -31,7 +31,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("ATTN_DISPATCH_CACHE", str(tmp_path / "cache"))
     monkeypatch.delenv("ATTN_DISPATCH_CONFIG", raising=False)
     monkeypatch.setenv("ATTN_DISPATCH_AUTOTUNE", "cached")
-    monkeypatch.setattr("attn_dispatch.cli.tune.Effort", lambda **_: QUICK)
+    monkeypatch.setattr("attn_dispatch.selection.tuner.Effort", lambda **_: QUICK)
     monkeypatch.setattr("attn_dispatch.selection.tuner.interleaved", math_is_fastest)
     monkeypatch.chdir(tmp_path)
     again()

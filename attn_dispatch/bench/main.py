@@ -57,7 +57,7 @@ def jobs_of(suite: str, only: str | None = None) -> list[Job]:
     files = sorted(place.glob("*.yaml")) if place.is_dir() else [place]
     if suite != "main" and not place.exists():
         problem = f"there is no suite {suite!r} and no such file"
-        raise InputError(problem, remedy="main, core, a workload file (dispatch.capture) or a folder of them")
+        raise InputError(problem, remedy="main, core, variants, a workload file (dispatch.capture) or a folder of them")
     if not files:
         raise InputError(f"{place} holds no workload files (*.yaml)")
     jobs = [Job(f"{file.stem} {label(use.op)}", use) for file in files for use in Workload.load(file).ops()]

@@ -17,7 +17,7 @@ from rich.table import Table
 from attn_dispatch.bench.cases import CASES, GROWING_STEPS, Case
 from attn_dispatch.selection.timing import interleaved
 
-__all__ = ["Row", "import_cost_ms", "run_bench", "run_case"]
+__all__ = ["SUITES", "Row", "cases_of", "import_cost_ms", "run_bench", "run_case"]
 
 
 @dataclass(frozen=True)
@@ -109,18 +109,32 @@ def _stdout_number(code: str, environment: dict[str, str] | None = None) -> floa
     return float(run.stdout)
 
 
-def run_bench(json_path: Path | None = None, only: str | None = None, rounds: int = 7) -> None:
-    """Run the suite and print its table.
+SUITES = ("core", "variants")
+
+
+def cases_of(suite: str) -> tuple[Case, ...]:
+    """The cases of a suite written by hand: ``"core"``, or ``"variants"`` (sparse, DSA, linear, decoders)."""
+    if suite == "core":
+        return CASES
+    from attn_dispatch.bench import variants_dsa, variants_linear, variants_nn, variants_sparse
+
+    parts = (variants_sparse, variants_dsa, variants_linear, variants_nn)
+    return tuple(case for part in parts for case in part.CASES)
+
+
+def run_bench(json_path: Path | None = None, only: str | None = None, rounds: int = 7, suite: str = "core") -> None:
+    """Run a suite and print its table.
 
     Args:
         json_path: where to write the rows as JSON. only: run the cases whose name holds this. rounds: rounds a case.
+        suite: of `SUITES`.
     """
     console = Console(width=None if sys.stdout.isatty() else 150)  # a pipe would be cut at 80 columns
     table = Table(title=f"torch {torch.__version__}, {torch.get_num_threads()} threads, medians of {rounds} rounds")
     for column in ("case", "ours", "SDPA as given", "SDPA best form", "over given", "over best", "", "target"):
         table.add_column(column, justify="left" if column in ("case", "target") else "right")
     rows = []
-    for case in CASES:
+    for case in cases_of(suite):
         if only and only not in case.name:
             continue
         with torch.set_grad_enabled(case.name.startswith("training")), console.status(case.name):
@@ -128,7 +142,16 @@ def run_bench(json_path: Path | None = None, only: str | None = None, rounds: in
         rows.append(row)
         times = [f"{t:,.1f} us" for t in (row.ours_us, row.as_given_us, row.best_us)]
         table.add_row(row.name, *times, f"{row.over_given:.2f}x", f"{row.over_best:.2f}x", row.note, row.target)
+        if json_path is not None:  # a run that is killed leaves what it has
+            json_path.write_text(json.dumps([asdict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
     console.print(table)
+    if suite == "variants":
+        from attn_dispatch.bench.variants_linear import LENGTHS, measure_slopes
+
+        if not only:
+            for kind, exponent in measure_slopes().items():
+                console.print(f"{kind}: time ~ length ** {exponent:.2f}, {LENGTHS[0]} to {LENGTHS[-1]} tokens")
+        return
     import_ms = import_cost_ms()
     console.print(f"import attn_dispatch beyond torch: {import_ms:.0f} ms (target <= 60 ms)")
     if json_path is not None:

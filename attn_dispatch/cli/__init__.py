@@ -106,7 +106,7 @@ def demo_command(
 
 @app.command("bench")
 def bench_command(
-    suite: Annotated[str, typer.Argument(help="main, core, a workload file or a folder of them.")] = "main",
+    suite: Annotated[str, typer.Argument(help="main, core, variants, a workload file or folder.")] = "main",
     only: Annotated[str | None, typer.Option("--only", help="Run rows whose name contains this.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds per row.")] = 15,
     seconds: Annotated[float, typer.Option("--seconds", help="About so long per row, in 5 rounds at least.")] = 30.0,
@@ -116,10 +116,10 @@ def bench_command(
     picture: Annotated[Path | None, typer.Option("--picture", help="Draw the ratios here (PNG, SVG).")] = None,
 ) -> None:
     """Ours beside torch's SDPA, its best forms by hand and other libraries, verified and interleaved in one run."""
-    if suite == "core":
+    if suite in ("core", "variants"):
         from attn_dispatch.bench.suite import run_bench
 
-        run_bench(json_path, only, rounds)
+        run_bench(json_path, only, rounds, suite)
         return
     from attn_dispatch.bench.main import Wanted, run_suite
     from attn_dispatch.bench.measure import Effort
@@ -134,13 +134,15 @@ def tune_command(
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Lock file to write, or to bring up to date.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Measure what the store has too.")] = False,
     device: Annotated[str, typer.Option("--device", help="Tune the ops for this device type instead.")] = "",
+    compile_s: Annotated[float, typer.Option("--compile", help="Try backends that compile for so many seconds.")] = 0.0,
     limit_s: Annotated[float, typer.Option("--limit", help="Seconds for a candidate in its own process.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
     """Measure the ops of workloads on this machine; Ctrl-C keeps what is done."""
     from attn_dispatch.cli.tune import run
+    from attn_dispatch.selection.tuner import Effort
 
-    raise typer.Exit(run(workloads, out, force, device, limit_s, as_json))
+    raise typer.Exit(run(workloads, out, Effort(limit_s=limit_s, compile_s=compile_s), force, device, as_json))
 
 
 app.add_typer(cache.app, name="cache")

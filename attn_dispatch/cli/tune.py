@@ -46,7 +46,7 @@ class Outcome:
     interrupted: bool = False
 
 
-def run(files: Sequence[Path], out: Path | None, force: bool, device: str, limit_s: float, as_json: bool) -> int:
+def run(files: Sequence[Path], out: Path | None, effort: Effort, force: bool, device: str, as_json: bool) -> int:
     """Tune the workloads' ops, print what was found, and write the lock file.
 
     Returns:
@@ -59,7 +59,7 @@ def run(files: Sequence[Path], out: Path | None, force: bool, device: str, limit
     uses = _uses(files, device)
     existing = read_lock(out) if out is not None and out.exists() else []
     start = time.perf_counter()
-    outcome = tune_uses(uses, Session(Effort(limit_s=limit_s)), force, console)
+    outcome = tune_uses(uses, Session(effort), force, console)
     seconds = time.perf_counter() - start
     if as_json:
         typer.echo(_json(outcome))

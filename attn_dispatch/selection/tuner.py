@@ -50,6 +50,7 @@ class Effort:
             the best form of each backend. keep: at most so many are tried.
         heavy_us: an op whose best estimate is more than this is tried with half of ``prune`` and ``keep``.
         rounds, final_rounds: of the first and of the deciding timing. round_s: seconds of one turn of one candidate.
+        compile_s: backends that compile for longer than this are not tried.
         total_s: seconds of timing after which no new round starts. limit_s: seconds a candidate may take in a process
             of its own. memory: part of the free memory beyond which a form is tried in such a process first.
     """
@@ -64,6 +65,7 @@ class Effort:
     total_s: float = 5.0
     limit_s: float = 60.0
     memory: float = 0.25
+    compile_s: float = 0.0
 
 
 @dataclass
@@ -159,13 +161,13 @@ def choose(order: Sequence[str], timings: Mapping[str, Timing]) -> tuple[tuple[s
 
 def _is_as_fast(timing: Timing, best: Timing) -> bool:
     """Within max(3 %, the spread) of the fastest; the spread is that of the ratio within rounds, which both shared."""
-    gain = timing.median_us / best.median_us - 1.0
+    saved = 1.0 - best.median_us / timing.median_us
     if timing.samples and len(timing.samples) == len(best.samples):
-        ratios = [mine / theirs for mine, theirs in zip(timing.samples, best.samples, strict=True)]
-        gain, noise = statistics.median(ratios) - 1.0, spread(ratios)
+        ratios = [theirs / mine for mine, theirs in zip(timing.samples, best.samples, strict=True)]
+        saved, noise = 1.0 - statistics.median(ratios), spread(ratios)
     else:
-        noise = max(timing.spread_us, best.spread_us) / best.median_us
-    return gain <= max(MARGIN, noise)
+        noise = max(timing.spread_us, best.spread_us) / timing.median_us
+    return saved <= max(MARGIN, noise)
 
 
 # --- the steps -----------------------------------------------------------------------------------------------------
@@ -203,6 +205,13 @@ def _prune(
         first_form = candidate.backend.name not in seen
         seen.add(candidate.backend.name)
         limit = reach if first_form else prune
+        if candidate.backend.compile_s > 0:
+            if candidate.backend.compile_s <= effort.compile_s and first_form:
+                tried.append(candidate)
+            else:
+                note = f"compiling takes about {candidate.backend.compile_s:g} s; the limit is {effort.compile_s:g} s"
+                records.append(Record(candidate.name, "pruned", note=note))
+            continue
         estimated = f"estimated {estimate:,.0f} us, {estimate / max(best, 1e-9):.1f}x the best"
         if estimate > limit * best:
             records.append(Record(candidate.name, "pruned", note=f"{estimated}; the limit is {limit:g}x"))

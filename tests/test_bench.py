@@ -136,7 +136,7 @@ CALLS: dict[str, dict[str, Any]] = {
     "blocks": {"attn_mask": masks.causal() & masks.chunked(4)},
     "documents": {"attn_mask": masks.Segments(torch.zeros(6).long(), torch.zeros(9).long())},
     "not": {"attn_mask": ~masks.Columns(torch.ones(2, 9).bool())},
-    "selected": {"attn_mask": masks.selected(torch.zeros(2, 6, 3).long())},
+    "selected": {"attn_mask": masks.selected(torch.arange(3).expand(2, 6, 3))},
     "outputs": {"return_lse": True, "return_weights": True},
     "dropout": {"dropout_p": 0.5},
     "linear": {"variant": variants.LinearAttention()},

@@ -512,7 +512,7 @@ ILL_FITTING = {
     "a table for other heads": (masks.block_table(8, torch.ones(3, 4, 4).bool()), "H 2"),
     "a table with too few columns": (masks.block_table(8, torch.ones(4, 3).bool()), "24 keys, there are 32"),
     "a table with too few rows": (masks.block_table(8, torch.ones(3, 4).bool()), "24 query rows, there are 32"),
-    "segments that do not add up": (masks.documents([0, 10, 30]), "must be [32]"),
+    "segments that do not add up": (masks.documents([0, 10, 30]), "add up to 30 queries, there are 32"),
     "marks of another length": (masks.longformer(2, torch.ones(31).bool()), "[31]"),
 }
 

@@ -9,6 +9,7 @@ is more: on hard inputs the second is the yardstick (as in PyTorch's own tests).
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -113,6 +114,38 @@ def step(run: Run, op: AttentionOp, sample: Sample) -> Callable[[], Any]:
 # --- one candidate on one problem ----------------------------------------------------------------------------------
 
 
+@dataclass(frozen=True)
+class _Problem:
+    """Inputs, copies of them, and what is right: for each block of rows in float64 and in the op's dtype."""
+
+    sample: Sample
+    before: dict[str, torch.Tensor]
+    blocks: tuple[tuple[tuple[int, int], Raw, Raw], ...]
+    upstream: torch.Tensor | None = None
+    gradients: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
+
+
+@functools.lru_cache(maxsize=12)  # all candidates of an op meet the same problems
+def _problem(op: AttentionOp, kind: str, whole: bool) -> _Problem:
+    sample = make_sample(op, kind, seed=1)
+    before = {n: x.detach().clone() for n, x in sample.named().items()}
+    # rows alone do not say what a state should be; the cut problems show it
+    speaks = op.dropout_p == 0 and 0 not in (op.B, op.Hq, op.Sq, op.Dv)
+    if not speaks or (not whole and op.features & {"state:in", "state:out"}):
+        return _Problem(sample, before, ())
+    own = getattr(torch, op.dtype)
+    if not whole:
+        blocks = tuple((r, golden_rows(op, sample, r), golden_rows(op, sample, r, own)) for r in _places(op.Sq))
+        return _Problem(sample, before, blocks)
+    blocks = (((0, op.Sq), golden(op, sample), golden(op, sample, own)),)
+    if not op.grad:
+        return _Problem(sample, before, blocks)
+    shape = (op.B, op.Hq, op.Sq, op.Dv)
+    upstream = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(own)
+    right, plain = (_reference_gradients(op, sample, upstream, dtype) for dtype in (torch.float64, None))
+    return _Problem(sample, before, blocks, upstream, (right, plain))
+
+
 def _check(name: str, op: AttentionOp, registry: Registry, kinds: tuple[str, ...], whole: bool) -> Verdict:
     candidate = rebuild(name, op, registry)
     if candidate is None:
@@ -120,19 +153,19 @@ def _check(name: str, op: AttentionOp, registry: Registry, kinds: tuple[str, ...
     run = build(candidate, op).run
     errors: dict[str, float] = {}
     for kind in kinds:
-        sample = make_sample(op, kind, seed=1)
-        before = {n: x.detach().clone() for n, x in sample.named().items()}
-        where = f"{kind} inputs, {op}"
+        ready = _problem(op, kind, whole)
+        sample, where = ready.sample, f"{kind} inputs, {op}"
         result = run(sample.query, sample.key, sample.value, sample.operands)
         raw = result if isinstance(result, Raw) else Raw(result)
-        problem = _changed(sample, before)
+        problem = _changed(sample, ready.before)
         if problem:
+            _problem.cache_clear()  # what was changed must not spoil the next check
             return Verdict(f"{problem} ({where})", errors)
         if op.dropout_p > 0:  # random: shape, dtype and finiteness are all that can be said
             problem = _shape_problem(op, raw, sample)
             problem = problem or ("" if reference.finite(raw.out) or kind != "typical" else "the output is not finite")
         else:
-            problem, found = _compare(op, sample, raw, whole, _LARGE if kind == "large" else 1.0)
+            problem, found = _compare(op, ready, raw, _LARGE if kind == "large" else 1.0)
             errors = _worst_of(errors, found)
         if problem:
             return Verdict(f"{problem} ({where})", errors)
@@ -150,20 +183,13 @@ def _shape_problem(op: AttentionOp, raw: Raw, sample: Sample) -> str:
     return "no state was returned" if op.outputs.state and raw.state is None else ""
 
 
-def _compare(op: AttentionOp, sample: Sample, raw: Raw, whole: bool, loose: float) -> tuple[str, dict[str, float]]:
+def _compare(op: AttentionOp, ready: _Problem, raw: Raw, loose: float) -> tuple[str, dict[str, float]]:
     """What is wrong with a result, and its errors."""
-    problem = _shape_problem(op, raw, sample)
-    if problem or 0 in raw.out.shape:
-        return problem, {}
+    problem = _shape_problem(op, raw, ready.sample)
     errors: dict[str, float] = {}
-    own = getattr(torch, op.dtype)
-    if not whole and op.features & {"state:in", "state:out"}:
-        return "", {}  # rows alone do not say what a state should be; the cut problems have shown it
-    for rows in [(0, op.Sq)] if whole else _places(op.Sq):
-        if whole:
-            want, usual = golden(op, sample), golden(op, sample, own)
-        else:
-            want, usual = golden_rows(op, sample, rows), golden_rows(op, sample, rows, own)
+    if problem:
+        return problem, errors
+    for rows, want, usual in ready.blocks:
         parts: list[tuple[str, Any, Any, Any]] = [("out", raw.out, want.out, usual.out)]
         if op.outputs.lse:
             parts.append(("lse", raw.lse, want.lse, usual.lse))
@@ -175,8 +201,8 @@ def _compare(op: AttentionOp, sample: Sample, raw: Raw, whole: bool, loose: floa
             errors = _worst_of(errors, {quantity: worst})
             if problem:
                 return f"{problem}, rows {rows[0]} to {rows[1]}", errors
-    if op.grad and whole:
-        problem, worst = _gradient_problem(op, sample, raw, loose)
+    if ready.gradients is not None:
+        problem, worst = _gradient_problem(op, ready, raw, loose)
         errors = _worst_of(errors, {"grad": worst})
     return problem, errors
 
@@ -194,12 +220,12 @@ def _places(sq: int) -> list[tuple[int, int]]:
     return [(start, min(sq, start + _ROWS)) for start in starts]
 
 
-def _gradient_problem(op: AttentionOp, sample: Sample, raw: Raw, loose: float) -> tuple[str, float]:
+def _gradient_problem(op: AttentionOp, ready: _Problem, raw: Raw, loose: float) -> tuple[str, float]:
     """Compare gradients with autograd's through the specification, in float64 and in the op's dtype."""
-    upstream = torch.randn(raw.out.shape, generator=torch.Generator().manual_seed(5)).to(raw.out.dtype)
-    leaves = [sample.named()[name] for name in op.grad]
-    got = torch.autograd.grad(raw.out, leaves, upstream.to(raw.out.device), allow_unused=True)
-    right, plain = (_reference_gradients(op, sample, upstream, dtype) for dtype in (torch.float64, None))
+    assert ready.upstream is not None and ready.gradients is not None  # noqa: PT018 - made together
+    leaves = [ready.sample.named()[name] for name in op.grad]
+    got = torch.autograd.grad(raw.out, leaves, ready.upstream.to(raw.out.device), allow_unused=True)
+    right, plain = ready.gradients
     worst = 0.0
     for name, mine, want, usual in zip(op.grad, got, right, plain, strict=True):
         mine = torch.zeros_like(want) if mine is None else mine

@@ -325,4 +325,4 @@ def test_bench_hands_its_flags_to_the_suite(monkeypatch: pytest.MonkeyPatch) -> 
     seen: list[Any] = []
     monkeypatch.setattr(suite, "run_bench", lambda *given: seen.append(given))
     assert call("bench", "core", "--json", "out.json", "--only", "warm", "--rounds", "3").exit_code == 0
-    assert seen == [(Path("out.json"), "warm", 3)]
+    assert seen == [(Path("out.json"), "warm", 3, "core")]

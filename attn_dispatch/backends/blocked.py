@@ -16,7 +16,9 @@ import torch.nn.functional as F
 from attn_dispatch import reference, tiling
 from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw, dense_cost
 from attn_dispatch.capability import ALL_FEATURES, Capability, Limit
+from attn_dispatch.ir.atoms import Full
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.scores import Bias
 from attn_dispatch.ir.weights import Softmax
 
 __all__ = ["Blocked"]
@@ -53,7 +55,8 @@ class Blocked(Backend):
         visited = mean / op.Skv if op.Skv else 1.0
         # every element of the scores is written and read about four times, inside the cache
         cost = dense_cost(op, visited, materialised=2)
-        return Cost(cost.flops, cost.bytes, 15.0 * -(-op.Sq // self.block))
+        launches = 6.0 if _is_one_tile(op, op.Sq, self.block) else 15.0 * -(-op.Sq // self.block)
+        return Cost(cost.flops, cost.bytes, launches)
 
 
 def _run(op: AttentionOp, block: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
@@ -61,6 +64,9 @@ def _run(op: AttentionOp, block: int, q: torch.Tensor, k: torch.Tensor, v: torch
     offset = reference.offset_of(op, sq, skv, t)
     assert isinstance(offset, int)
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if _is_one_tile(op, sq, block):  # a decode step: what surrounds a loop over tiles would cost more than the tile
+        out, _ = _tile(op, tiling.Tile((0, sq), (0, skv), offset), None, q.to(acc), k.to(acc), v, t)
+        return out.to(q.dtype)
     bias_of = tiling.TileBias(op, q, k, t)
     sums: list[tuple[tiling.Tile, torch.Tensor | None]] = []
 
@@ -94,13 +100,19 @@ def _tile(
     scores = reference.grouped_matmul(q * op.effective_scale, k.transpose(-1, -2))
     scores = reference.apply_terms(op, scores, tiling.slice_terms(op, tile, t))
     scores = scores if bias is None else scores + bias
-    if bias is None and not op.score and not op.outputs.lse and not _sinks(op):
+    biased = bias is not None or any(isinstance(term, Bias) for term in op.score)
+    if not biased and not op.outputs.lse and not _sinks(op):
         weights, lse = torch.softmax(scores, -1), None  # no row can be empty
     else:
         weights, lse = reference.weigh_softmax(op, scores, None, t)
     if op.dropout_p:
         weights = F.dropout(weights, op.dropout_p)
     return reference.grouped_matmul(weights, v.to(scores.dtype)), lse
+
+
+def _is_one_tile(op: AttentionOp, sq: int, block: int) -> bool:
+    """Whether all rows attend all keys and fit into one tile."""
+    return isinstance(op.mask, Full) and sq <= block and not op.outputs.lse
 
 
 def _sinks(op: AttentionOp) -> bool:

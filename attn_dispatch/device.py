@@ -37,16 +37,17 @@ def facts(device_type: str) -> DeviceFacts:
         'cpu'
     """
     on_cuda = device_type == "cuda" and torch.cuda.is_available()
-    return _facts(device_type, torch.cuda.current_device() if on_cuda else -1)
+    threads = torch.get_num_threads() if device_type == "cpu" else 0  # may be set at any time
+    return _facts(device_type, torch.cuda.current_device() if on_cuda else -1, threads)
 
 
 @functools.cache
-def _facts(device_type: str, index: int) -> DeviceFacts:
-    """Asked once per device."""
+def _facts(device_type: str, index: int, threads: int) -> DeviceFacts:
+    """Asked once per device and number of threads."""
     if index >= 0:
         return DeviceFacts("cuda", torch.cuda.get_device_name(index), cuda_arch())
     if device_type == "cpu":
-        return DeviceFacts("cpu", _cpu_name(), platform.machine(), torch.get_num_threads())
+        return DeviceFacts("cpu", _cpu_name(), platform.machine(), threads)
     return DeviceFacts(device_type, device_type, "unknown")
 
 

@@ -113,7 +113,7 @@ def attention(
     """
     if block_table is not None:
         key, value, attn_mask, bias, q_offset = paging.page_in(
-            query, key, value, block_table, key_lengths, attn_mask, bias, is_causal, window, q_offset, layout
+            query, key, value, block_table, key_lengths, attn_mask, bias, is_causal, window, q_offset, layout, variant
         )
     if return_state or state is not None:
         variant = stateful(variant, state, return_state)
@@ -235,9 +235,20 @@ class _Call:
         notes: list[str] = []
         if block_table is not None:
             key, value, attn_mask, bias, q_offset = paging.page_in(
-                query, key, value, block_table, key_lengths, attn_mask, bias, is_causal, window, q_offset, layout
+                query,
+                key,
+                value,
+                block_table,
+                key_lengths,
+                attn_mask,
+                bias,
+                is_causal,
+                window,
+                q_offset,
+                layout,
+                variant,
             )
-            notes.append(f"pages gathered into {max(key.shape[1:3])} rows")
+            notes.append(f"pages gathered into {key.shape[1 if layout == 'bshd' else 2]} rows")
         if return_state or state is not None:
             variant = stateful(variant, state, return_state)
         attn_mask, q_offset = _recognised(attn_mask, query, value, window, is_causal, q_offset, notes)

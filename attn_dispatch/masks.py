@@ -331,13 +331,19 @@ def documents(
     """
     ids, at = _document_rows(cu_seqlens, "cu_seqlens")
     key_ids, key_at = (ids, at) if cu_seqlens_k is None else _document_rows(cu_seqlens_k, "cu_seqlens_k")
-    if cu_seqlens_k is not None and len(torch.as_tensor(cu_seqlens)) != len(torch.as_tensor(cu_seqlens_k)):
-        raise ValueError("cu_seqlens and cu_seqlens_k must speak of equally many documents")
+    count = len(torch.as_tensor(cu_seqlens)) - 1
+    if cu_seqlens_k is not None and len(torch.as_tensor(cu_seqlens_k)) - 1 != count:
+        others = len(torch.as_tensor(cu_seqlens_k)) - 1
+        raise ValueError(f"cu_seqlens has {count} documents and cu_seqlens_k {others}; they must be equally many")
     keep = None
     if prefix is not None:
-        each = torch.as_tensor(prefix, device=key_ids.device).expand(len(torch.as_tensor(cu_seqlens)) - 1)
+        each = torch.as_tensor(prefix, device=key_ids.device)
+        if each.is_floating_point() or tuple(each.shape) not in ((), (count,)):
+            raise InputError(f"prefix must be an integer or {count} of them, one for each document, got {prefix}")
+        each = each.expand(count)
         keep = Causal() | Columns(key_at < each[key_ids])  # type: ignore[arg-type]
     if chunk is not None:
+        _at_least("chunk", chunk, 1)
         most = 1 + max(int(x.max()) if x.numel() else 0 for x in (at, key_at)) // chunk
         ids, key_ids = ids * most + at // chunk, key_ids * most + key_at // chunk
     mask = Segments(ids, ids if cu_seqlens_k is None else key_ids)  # type: ignore[arg-type]

@@ -19,6 +19,7 @@ from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.ir.atoms import Causal
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.tensors import dtype_name
+from attn_dispatch.variants import Retention, Stateful
 
 __all__ = ["Rows", "page_in"]
 
@@ -47,6 +48,7 @@ def page_in(
     window: Any = None,
     q_offset: Any = None,
     layout: str = "bhsd",
+    variant: Any = None,
 ) -> Rows:
     """Gather pages into rows, and write out what else of the call depends on them.
 
@@ -56,7 +58,7 @@ def page_in(
 
     Args:
         query: ``[B, Hq, Sq, D]``. key, value: pages. block_table: integers ``[B, max_pages]``. key_lengths: ``[B]``.
-        attn_mask, bias, is_causal, window, q_offset, layout: as `dispatch.attention` gets them.
+        attn_mask, bias, is_causal, window, q_offset, layout, variant: as `dispatch.attention` gets them.
 
     Raises:
         InputError, InputTypeError: a table of the wrong shape or dtype, a page that does not exist in a slot that is
@@ -90,10 +92,12 @@ def page_in(
     slots = torch.where(used, slots, 0).long()
     gathered = [_gather(x, slots, lengths, rows, layout, readable) for x in (key, value)]
     sq = query.shape[1] if layout == "bshd" else query.shape[2]
-    if isinstance(attn_mask, Causal) and sq == 1 and q_offset is None:
+    fades = isinstance(variant.inner if isinstance(variant, Stateful) else variant, Retention)  # with the distance
+    if isinstance(attn_mask, Causal) and sq == 1 and q_offset is None and not fades:
         attn_mask = None  # the last query sees every key that there is: the lengths say it all
     alibi = isinstance(bias, torch.Tensor) and bias.ndim == 1
-    if q_offset is None and (window is not None or alibi or (isinstance(attn_mask, Mask) and attn_mask.positional)):
+    positional = fades or alibi or (isinstance(attn_mask, Mask) and attn_mask.positional)
+    if q_offset is None and (window is not None or positional):
         q_offset = lengths - sq
     bias = bias if alibi else _cut(bias, capacity, rows)
     return Rows(gathered[0], gathered[1], _cut(attn_mask, capacity, rows), bias, q_offset)
@@ -148,8 +152,12 @@ def _gather(
     else:
         heads = pages.shape[1]
         which = slots[:, None, :] * heads + torch.arange(heads, device=slots.device)[:, None]
-        flat = pages.reshape(-1, *pages.shape[2:]).index_select(0, which.flatten())
-        found = heads_first = flat.reshape(b, heads, n * pages.shape[2], pages.shape[3])[:, :, :rows]
+        if pages.is_contiguous():
+            flat = pages.flatten(0, 1).index_select(0, which.flatten())
+            found = heads_first = flat.reshape(b, heads, n * pages.shape[2], pages.shape[3])[:, :, :rows]
+        else:  # flattening would copy the whole cache
+            picked = pages.index_select(0, slots.flatten()).unflatten(0, (b, n)).transpose(1, 2)
+            found = heads_first = picked.reshape(b, heads, n * pages.shape[2], pages.shape[3])[:, :, :rows]
     if not readable:
         beyond = torch.arange(rows, device=pages.device) >= lengths[:, None]
         return found.masked_fill(beyond[:, :, None, None] if layout == "bshd" else beyond[:, None, :, None], 0.0)

@@ -17,17 +17,28 @@ from attn_dispatch.device import facts
 from attn_dispatch.errors import BackendError, InputError
 from attn_dispatch.frontend import Binding
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.tensors import TensorDesc
 from attn_dispatch.passes import Step, canonicalise
 from attn_dispatch.registry import Registry, current
 from attn_dispatch.registry.discover import on_reset
 from attn_dispatch.selection import tuned
 from attn_dispatch.selection.candidates import Candidate, build, rebuild
-from attn_dispatch.selection.decide import Decision, Request, decide
+from attn_dispatch.selection.decide import Decision, Request, TunedLookup, decide
 from attn_dispatch.selection.pins import current_pins
 from attn_dispatch.settings import settings
 from attn_dispatch.state import LinearState, WithState, spread_state
 
-__all__ = ["Plan", "PlanCache", "WithLse", "WithLseWeights", "WithWeights", "decisions", "make_plan"]
+__all__ = [
+    "Plan",
+    "PlanCache",
+    "WithLse",
+    "WithLseWeights",
+    "WithWeights",
+    "at_shape",
+    "bucket_decision",
+    "decisions",
+    "make_plan",
+]
 
 
 class WithLse(NamedTuple):
@@ -154,6 +165,10 @@ class Plan:
                 raise InputError(problem, remedy="make another plan with dispatch.plan(...)")
         if isinstance(tensors.get("state"), LinearState):
             tensors |= spread_state(tensors["state"])
+        for name, desc in op.operands:
+            given = tensors.get(name)
+            if name.startswith("state") and given is not None and TensorDesc.of(given) != desc:
+                raise InputError(f"the plan was made for {name} {desc}, got {TensorDesc.of(given)}")
         if unknown := set(tensors) - set(self.tensors):
             raise InputError(f"the plan has no operand {', '.join(sorted(unknown))}; it has {sorted(self.tensors)}")
         return self.run(query, key, value, self.binding.operands({**self.tensors, **tensors}))
@@ -197,15 +212,28 @@ def _decide_for_bucket(op: AttentionOp, requests: tuple[Request, ...], registry:
     def measured(_: AttentionOp) -> tuned.Tuned | None:
         return tuned.look_up(op, registry, mode)  # by the true shape: a miss may be measured, and not at the bucket's
 
-    typical = op.bucketed()
-    key = (typical, requests, mode, facts(op.device))
+    key = (op.bucketed(), requests, mode, facts(op.device))
     remembered = decisions.get(key)
     if remembered is None:
         with _deciding:
             remembered = decisions.peek(key)
             if remembered is None:
-                remembered = decide(typical if not requests else op, registry, requests, measured)
+                remembered = bucket_decision(op, requests, registry, measured)
                 decisions.put(key, remembered)
+    return at_shape(remembered, op, requests, registry, measured)
+
+
+def bucket_decision(
+    op: AttentionOp, requests: tuple[Request, ...], registry: Registry, measured: TunedLookup
+) -> Decision:
+    """What holds for the whole bucket of an op, before its own shape is looked at."""
+    return decide(op if requests else op.bucketed(), registry, requests, measured)
+
+
+def at_shape(
+    remembered: Decision, op: AttentionOp, requests: tuple[Request, ...], registry: Registry, measured: TunedLookup
+) -> Decision:
+    """A bucket's decision at the true shape: the first of its ranking that runs there."""
     if _is_outranked(remembered, op, requests, registry):
         return decide(op, registry, requests, measured)
     names = [remembered.chosen.name]

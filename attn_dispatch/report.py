@@ -9,15 +9,16 @@ from typing import Any
 from attn_dispatch import context
 from attn_dispatch.capability import Reason
 from attn_dispatch.complexity import complexity
-from attn_dispatch.errors import NoBackendError
+from attn_dispatch.errors import NoBackendError, NotTunedError
 from attn_dispatch.frontend import Binding
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.passes import canonicalise
+from attn_dispatch.plan import at_shape, bucket_decision
 from attn_dispatch.registry import Registry
-from attn_dispatch.selection.decide import Request, decide, ranked
+from attn_dispatch.selection.decide import Request, ranked
 from attn_dispatch.selection.pins import current_pins
 from attn_dispatch.selection.store import explain_miss
-from attn_dispatch.selection.tuned import Tuned, find, store
+from attn_dispatch.selection.tuned import Tuned, find, look_up, store
 from attn_dispatch.settings import settings
 
 __all__ = ["Report", "explain_op", "make_report"]
@@ -103,24 +104,29 @@ def explain_op(
 
     def measured(asked: AttentionOp) -> Tuned | None:
         mode = context.surrounding().autotune or settings().autotune
-        if mode == "off":
+        if mode == "off" or op.traced:
             return None
         found = find(op, registry)
         if isinstance(found, Tuned):
             return found
+        if mode == "assert":
+            return look_up(op, registry, mode)  # raises, as the call would
         why = found if found.reasons != ("no entry",) or mode == "cached" else explain_miss(store(), op)
         said.append(f"not tuned: {why}")
         return None
 
     wishes = (*requests, *current_pins().requests(op, context.current_layer.get()))
-    try:
-        decision = decide(op, registry, wishes, measured)
-    except NoBackendError as error:
+    try:  # as a call decides: for the bucket, and then at this shape
+        decision = at_shape(bucket_decision(op, wishes, registry, measured), op, wishes, registry, measured)
+    except (NoBackendError, NotTunedError) as error:
         legal, refused = ranked(op, registry)
         named = tuple((c.name, us) for c, us in legal)
         return Report(op, passes, tuple(said), "", "", "", named, refused, str(error))
-    named = tuple((c.name, us) for c, us in decision.legal)
+    legal, refused = list(decision.legal), decision.refused
+    if not wishes:  # decided for the bucket: what is legal here is asked again, with the values of here
+        legal, refused = ranked(op, registry)
+    named = tuple((c.name, us) for c, us in legal)
     return Report(
-        op, passes, (*said, *decision.notes), decision.chosen.name, decision.source, decision.why, named,
-        decision.refused, measured=decision.measured_us,
+        op, passes, (*dict.fromkeys(said), *decision.notes), decision.chosen.name, decision.source, decision.why, named,
+        refused, measured=decision.measured_us,
     )  # fmt: skip

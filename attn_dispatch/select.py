@@ -286,6 +286,7 @@ def compile_select(op: SelectOp) -> Callable[..., torch.Tensor | Selection]:
         q: torch.Tensor, k: torch.Tensor, w: torch.Tensor, t: Mapping[str, torch.Tensor]
     ) -> torch.Tensor | Selection:
         acc = torch.float64 if torch.float64 in (q.dtype, k.dtype, w.dtype) else torch.float32
+        k = k.to(acc)  # once for all rows, which become acc block by block
         with torch.no_grad():
             parts = [_select_rows(op, acc, rows, q, k, w, t) for rows in _blocks(op, op.Skv)]
             indices = torch.cat(parts, 1) if parts else torch.empty((op.B, 0, op.top_k), dtype=torch.int64)
@@ -328,7 +329,7 @@ def _select_rows(
         at = torch.arange(hi - lo, device=q.device)
         found = at if allowed is None else torch.where(allowed, at, op.Skv).sort(-1).values
     else:
-        scores = _ranked(_score_block(op, rows, q.to(acc), k[:, lo:hi].to(acc), w.to(acc)))
+        scores = _ranked(_score_block(op, q[:, :, slice(*rows)].to(acc), k[:, lo:hi], w[:, slice(*rows)].to(acc)))
         scores = scores if allowed is None else torch.where(allowed, scores, -math.inf)
         found = _best(scores, op.top_k, op.Skv, op.traced)
     found = torch.where(found == op.Skv, -1, found + lo).expand(*shape[:2], -1)
@@ -341,18 +342,16 @@ def _static_offset(op: SelectOp, t: Mapping[str, torch.Tensor]) -> int | torch.T
     return op.Skv - op.Sq if op.q_offset == END else int(op.q_offset)
 
 
-def _score_block(
-    op: SelectOp, rows: tuple[int, int], q: torch.Tensor, k: torch.Tensor, w: torch.Tensor
-) -> torch.Tensor:
-    """Index scores ``[B, rows, n]`` of a block, over as many index heads at a time as fit."""
-    n = rows[1] - rows[0]
+def _score_block(op: SelectOp, q: torch.Tensor, k: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Index scores ``[B, rows, n]`` of a block of rows, over as many index heads at a time as fit."""
+    n = q.shape[2]
     heads = max(1, max(_MIN_PAIRS, _BLOCK // max(op.B * k.shape[1], 1)) // n)
     keys = k.transpose(-1, -2)
     total = None
     for h in range(0, op.Hi, heads):
-        some = q[:, h : h + heads, rows[0] : rows[1]].transpose(1, 2)  # [B, rows, heads, Di]
+        some = q[:, h : h + heads].transpose(1, 2)  # [B, rows, heads, Di]
         dots = (some.flatten(1, 2) * op.effective_scale) @ keys
-        part = _weighted(op, dots.unflatten(1, some.shape[1:3]), w[:, rows[0] : rows[1], h : h + heads])
+        part = _weighted(op, dots.unflatten(1, some.shape[1:3]), w[:, :, h : h + heads])
         total = part if total is None else total + part
     assert total is not None
     return total
@@ -414,7 +413,7 @@ def _scores_at(
     flat = (chosen.clamp(min=0) + start).flatten()
     if op.Skv == 0:
         return torch.full(chosen.shape, -math.inf, dtype=acc, device=q.device)
-    keys = k.to(acc).flatten(0, 1).index_select(0, flat).unflatten(0, chosen.shape)  # [B, rows, top_k, Di]
+    keys = k.flatten(0, 1).index_select(0, flat).unflatten(0, chosen.shape)  # [B, rows, top_k, Di]
     some = q[:, :, rows[0] : rows[1]].transpose(1, 2).to(acc) * op.effective_scale
     scores = _weighted(op, some @ keys.transpose(-1, -2), w[:, rows[0] : rows[1]].to(acc))
     return scores.masked_fill(chosen < 0, -math.inf)

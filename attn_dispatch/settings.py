@@ -59,8 +59,9 @@ def settings() -> Settings:
     if given:
         return Settings(tuple(Path(part) for part in given.split(os.pathsep) if part), usable, mode, is_given=True)
     own = [Path("attn_dispatch.yaml"), platformdirs.user_config_path("attn_dispatch") / "attn_dispatch.yaml"]
+    # os.path.isfile: Path.is_file raises where a home may not be entered
     shipped = tuple(sorted(_shipped_folder().glob("*.yaml")))
-    return Settings((*(path for path in own if path.is_file()), *shipped), usable, mode, shipped)
+    return Settings((*(path for path in own if os.path.isfile(path)), *shipped), usable, mode, shipped)
 
 
 def child_environment() -> dict[str, str]:

@@ -18,7 +18,7 @@ from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.operands import Held, Operand
 from attn_dispatch.ir.tensors import Ref
 from attn_dispatch.state import LinearState, WithState, state_dtype
-from attn_dispatch.variants import LinearAttention, Retention, Stateful
+from attn_dispatch.variants import LinearAttention, Retention, Softmax, Stateful
 
 __all__ = ["call"]
 
@@ -40,6 +40,8 @@ def call(
         tensors.append(variant.decay)
     elif isinstance(variant, LinearAttention):
         linear = (variant.feature_map, variant.normalizer_eps)
+    elif not isinstance(variant, Softmax):
+        raise InputTypeError(f"variant must be from attn_dispatch.variants, got {variant!r}")
     mask_text = ""
     if isinstance(attn_mask, Mask):
         bound, held = attn_mask.bind("traced")  # not the cached one: Dynamo cannot enter cached_property's lock

@@ -92,7 +92,9 @@ def exported(
         text = f"backend={backend!r} cannot be honoured in an export: it would have to be an operator of its own"
         raise NoBackendError(f"{text}\n  try  leave it out, or backend='eager'", {str(backend): []})
     if not isinstance(variant, Softmax):
-        raise InputError(f"variant {variant} cannot be exported yet", remedy="export a model with softmax attention")
+        raise InputError(
+            f"variant {type(variant).__name__} cannot be exported yet", remedy="export a model with softmax attention"
+        )
     extras = (window, softcap or None, bias, sinks, query_lengths, key_lengths, q_offset, return_lse, return_weights)
     heads = -2 if layout == "bshd" else -3
     grouped = query.ndim > 2 and query.shape[heads] != key.shape[heads]

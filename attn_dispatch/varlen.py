@@ -16,6 +16,7 @@ import torch
 from attn_dispatch import shapes
 from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.ir.masks import Mask
+from attn_dispatch.variants import Stateful
 
 __all__ = ["attend_nested", "cumulative_lengths", "varlen_attention"]
 
@@ -130,7 +131,8 @@ def _check_options(options: dict[str, Any], asked: str) -> None:
     given = [n for n in ("query_lengths", "key_lengths", "block_table") if options.get(n) is not None]
     given += ["return_weights"] if options.get("return_weights") else []
     given += [f"layout={options['layout']!r}"] if options.get("layout", "bhsd") != "bhsd" else []
-    given += ["state"] if options.get("state") is not None or options.get("return_state") else []
+    stateful = isinstance(options.get("variant"), Stateful)  # as dispatch.attention hands it on
+    given += ["state"] if stateful or options.get("state") is not None or options.get("return_state") else []
     if given:
         raise InputError(f"{', '.join(given)} cannot be given for sequences of different lengths", asked=asked)
 

@@ -24,6 +24,7 @@ from attn_dispatch.ir.masks import EMPTY, FULL, PARTIAL, And, Mask, Not, Or
 from attn_dispatch.ir.operands import Operand, resolve
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Alibi, Bias, SoftCap
+from attn_dispatch.ir.tensors import Ref
 
 __all__ = ["Flex"]
 
@@ -121,7 +122,8 @@ def _run(
     missing = -skv % _TILE
     if missing:
         k, v = F.pad(k, (0, 0, 0, missing)), F.pad(v, (0, 0, 0, missing))
-        t = {name: _pad_keys(x, skv, missing) for name, x in t.items()}
+        over_keys = _names_over_keys(op)
+        t = {name: F.pad(x, (0, missing)) if name in over_keys and x.shape[-1] == skv else x for name, x in t.items()}
     mods = _Mods(op, t, offset, skv, q.device)
     masked = missing > 0 or not isinstance(op.mask, atoms.Full)
     arguments: dict[str, Any] = {"scale": op.effective_scale, "enable_gqa": op.groups != 1}
@@ -134,9 +136,13 @@ def _run(
     return Raw(out, lse)
 
 
-def _pad_keys(x: torch.Tensor, skv: int, missing: int) -> torch.Tensor:
-    """An operand with as many keys as the padded ones, so that no index runs beyond it."""
-    return F.pad(x, (0, missing)) if x.ndim and x.shape[-1] == skv else x
+def _names_over_keys(op: AttentionOp) -> set[str]:
+    """Operands with an element for each key, which must be padded with the keys so that no index runs beyond them."""
+    held = [a.kept for a in op.mask.atoms() if isinstance(a, atoms.Columns)]
+    held += [a.keys for a in op.mask.atoms() if isinstance(a, atoms.Segments)]
+    held += [a.mask for a in op.mask.atoms() if isinstance(a, atoms.Dense)]
+    held += [term.bias for term in op.score if isinstance(term, Bias)]
+    return {operand.name for operand in held if isinstance(operand, Ref)}
 
 
 class _Mods:

@@ -99,7 +99,13 @@ def allowed_pairs(op: AttentionOp, sample: Sample) -> torch.Tensor | None:
 
 
 def float_mask(op: AttentionOp, sample: Sample) -> torch.Tensor:
-    """Biases, ALiBi and the mask as one additive tensor ``[B|1, H|1, Sq, Skv]`` in the op's dtype."""
+    """Biases, ALiBi and the mask as one additive tensor ``[B|1, H|1, Sq, Skv]`` in the op's dtype.
+
+    A bias that stands alone is handed over as it lies, as a user would: T5's has its heads last.
+    """
+    biases = [sample.operands[term.bias.name] for term in op.score if isinstance(term, Bias)]
+    if isinstance(op.mask, Full) and len(biases) == len(op.score) == 1 and biases[0].ndim == 4:
+        return biases[0].to(getattr(torch, op.dtype))
     shape = (1, 1, op.Sq, op.Skv)
     added = torch.zeros(shape, dtype=torch.float32, device=op.device)
     terms = op.with_(score=tuple(term for term in op.score if not isinstance(term, SoftCap)))

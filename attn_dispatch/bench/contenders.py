@@ -89,6 +89,8 @@ def candidates(op: AttentionOp, registry: Registry, most: int = 6) -> Iterator[t
     seen: set[str] = set()
     for place, (candidate, _) in enumerate(legal):
         backend = candidate.backend.name
+        if candidate.backend.compile_s > 0:
+            continue  # seconds for each op; compiled flex_attention is among the peers
         if place < most or backend not in seen:
             yield candidate.name, _maker(candidate, op)
         seen.add(backend)

@@ -87,6 +87,7 @@ def merge_command(
 @app.command("export")
 def export_command(
     out: Annotated[Path, typer.Option("-o", "--out", help="Lock file to write.")],
+    device: Annotated[str, typer.Option("--device", help="Device type whose entries are exported.")] = "cpu",
 ) -> None:
     """Write the entries of this machine as a lock file, to be read, committed and deployed."""
     from attn_dispatch.cli.tune import hardware_of, provenance_of
@@ -96,13 +97,13 @@ def export_command(
     from attn_dispatch.selection.store import Entry
     from attn_dispatch.selection.tuned import store
 
-    entries = [e for _, e in store().entries() if isinstance(e, Entry) and e.environment == environment(e.op.device)]
-    entries = [entry for entry in entries if entry.ranking]
+    place = environment(device)
+    entries = [e for _, e in store().entries() if isinstance(e, Entry) and e.environment == place and e.ranking]
     if not entries:
         raise InputError(f"the store {store().root} has nothing for this machine", remedy="attn-dispatch tune WORKLOAD")
     digests = {entry.op.digest() for entry in entries}
-    kept = [e for e in (read_lock(out) if out.exists() else []) if e.get("digest") not in digests]
+    kept = [e for e in (read_lock(out, hardware_of(place)) if out.exists() else []) if e.get("digest") not in digests]
     rows = [*kept, *(entry_dict(entry) for entry in entries)]
     seconds = sum(entry.seconds for entry in entries)
-    write_lock(out, lock_dict(rows, hardware_of(entries[0]), provenance_of("attn-dispatch cache export", seconds)))
+    write_lock(out, lock_dict(rows, hardware_of(place), provenance_of("attn-dispatch cache export", place, seconds)))
     typer.echo(f"wrote {out}: {len(entries)} ops")

@@ -21,7 +21,7 @@ from attn_dispatch.errors import InputError, NoBackendError
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.registry import current
 from attn_dispatch.selection.decide import ranked
-from attn_dispatch.selection.environment import environment
+from attn_dispatch.selection.environment import Environment, environment
 from attn_dispatch.selection.lock import entry_dict, lock_dict, read_lock, write_lock
 from attn_dispatch.selection.ranks import tune_together
 from attn_dispatch.selection.store import Entry
@@ -57,7 +57,11 @@ def run(files: Sequence[Path], out: Path | None, effort: Effort, force: bool, de
     """
     console = Console(stderr=as_json, width=None if sys.stdout.isatty() else 150)  # a pipe would be cut at 80 columns
     uses = _uses(files, device)
-    existing = read_lock(out) if out is not None and out.exists() else []
+    kinds = sorted({use.op.device for use in uses})
+    if out is not None and len(kinds) > 1:
+        raise InputError(f"-o {out} is one file for one machine kind, and the ops are for {', '.join(kinds)}")
+    place = environment(kinds[0])
+    existing = read_lock(out, hardware_of(place)) if out is not None and out.exists() else []
     start = time.perf_counter()
     outcome = tune_uses(uses, Session(effort), force, console)
     seconds = time.perf_counter() - start
@@ -71,7 +75,7 @@ def run(files: Sequence[Path], out: Path | None, effort: Effort, force: bool, de
         digests = {entry["digest"] for entry in fresh}
         kept = [entry for entry in existing if entry.get("digest") not in digests]
         by = " ".join(["attn-dispatch tune", *(str(file) for file in files)])
-        write_lock(out, lock_dict([*kept, *fresh], hardware_of(outcome.entries[0][0]), provenance_of(by, seconds)))
+        write_lock(out, lock_dict([*kept, *fresh], hardware_of(place), provenance_of(by, place, seconds)))
         console.print(f"wrote {out}: {len(fresh)} ops measured, {len(kept)} kept from before")
     return 130 if outcome.interrupted else 0
 
@@ -110,6 +114,9 @@ def _tune_one(use: Use, session: Session, outcome: Outcome) -> None:
     except NoBackendError as error:
         outcome.skipped.append((use.op, str(error).splitlines()[0]))
         return
+    except Exception as error:  # noqa: BLE001 - one op that cannot be measured must not lose the others
+        outcome.skipped.append((use.op, f"{type(error).__name__}: {error}".splitlines()[0]))
+        return
     if entry is None or not entry.when:
         outcome.skipped.append((use.op, "the ranks cannot tune together"))
         return
@@ -145,16 +152,14 @@ def _moved(op: AttentionOp, device: str) -> AttentionOp:
     return op.with_(**named, operands=tuple((n, replace(d, device=device)) for n, d in op.operands))
 
 
-def hardware_of(entry: Entry) -> dict[str, Any]:
-    """The machine of an entry, as the head of a lock file names it."""
-    place = entry.environment
+def hardware_of(place: Environment) -> dict[str, Any]:
+    """A machine, as the head of a lock file names it."""
     hardware = {"device": place.device, "name": place.name, "arch": place.arch}
     return hardware | ({"threads": place.threads} if place.threads else {})
 
 
-def provenance_of(by: str, seconds: float) -> dict[str, Any]:
+def provenance_of(by: str, place: Environment, seconds: float) -> dict[str, Any]:
     """When, with what and by which command a lock file was measured."""
-    place = environment("cuda" if torch.cuda.is_available() else "cpu")
     now = datetime.now(timezone.utc).date()
     return {"when": now, "torch": place.torch, "driver": place.runtime or None, "seconds": round(seconds), "by": by}
 

@@ -125,8 +125,12 @@ class KVCache:
         """
         if self._lengths is not None:
             raise InputError("a cache whose rows have lengths of their own cannot be cropped to one length")
-        if not self.start <= length <= self._length:
-            raise InputError(f"can be cropped to {self.start} .. {self._length} tokens, not to {length}")
+        # of a rolling cache the next query needs the window before it, not just its own place
+        least = (
+            self.start if self.window is None or self.start == 0 else min(self.start + self.window - 1, self._length)
+        )
+        if not least <= length <= self._length:
+            raise InputError(f"can be cropped to {least} .. {self._length} tokens, not to {length}")
         self._kept -= self._length - length
         self._length = length
 

@@ -57,8 +57,12 @@ def attend(
     elif mode == "chunk":
         options["backend"] = "linear"
     t = q.shape[2]
-    if step is None:
-        options |= {"key_lengths": lengths, "query_lengths": lengths if is_causal else None}
+    if step is not None and t != k.shape[2]:
+        problem = f"mode={mode!r} goes through queries and keys together, and there are {t} and {k.shape[2]}"
+        raise InputError(problem, remedy="mode='auto' or 'parallel' for a context")
+    if step is None or t == 0:
+        own = is_causal and q.shape[2] == k.shape[2]  # of a context they are the keys' alone
+        options |= {"key_lengths": lengths, "query_lengths": lengths if own else None}
         return _call(q, k, v, variant, is_causal, state, return_state, options)
     outs = []
     for lo in range(0, t, step):

@@ -11,7 +11,7 @@ from torch import nn
 from attn_dispatch import dispatch
 from attn_dispatch.biases import alibi_slopes
 from attn_dispatch.errors import InputError, InputTypeError
-from attn_dispatch.ir.atoms import Causal, Columns, Dense
+from attn_dispatch.ir.atoms import Causal, Columns, Dense, Full, Stride, Window
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.nn.cache import KVCache
 from attn_dispatch.nn.rotary import Rotary
@@ -87,7 +87,8 @@ class MultiheadAttention(nn.Module):
         self.in_proj_weight: nn.Parameter | None
         self.in_proj_bias: nn.Parameter | None
         self.alibi: torch.Tensor | None
-        self.embed_dim, self.num_heads, self.kv_heads = embed_dim, num_heads, kv_heads or num_heads
+        self.embed_dim, self.num_heads = embed_dim, num_heads
+        self.kv_heads = num_heads if kv_heads is None else kv_heads
         if num_heads < 1 or self.kv_heads < 1 or num_heads % self.kv_heads:
             raise InputError(f"num_heads {num_heads} must be a multiple of kv_heads {self.kv_heads}, both >= 1")
         if head_dim is None and embed_dim % num_heads:
@@ -200,10 +201,11 @@ class MultiheadAttention(nn.Module):
         value = key if value is None else value
         if cache is not None and key is not query:
             raise InputError("a cache holds the keys of the query's own sequence", remedy="cross-attention without it")
+        self._check_call(cache, attn_mask, options)
         q, k, v = self._project(query, key, value, unbatched)
         arguments: dict[str, Any] = {"softcap": self.softcap, "scale": self.scale, "backend": backend, **options}
         arguments |= {} if self.variant is None else {"variant": self.variant}
-        q, k, v = self._place(q, k, v, cache, lengths, positions, arguments)
+        q, k, v = self._place(q, k, v, key is query, cache, lengths, positions, arguments)
         causal = self.is_causal if is_causal is None else is_causal
         self._mask(arguments, q, k, causal, attn_mask, key_padding_mask, cache is not None, unbatched)
         if self.training and self.dropout > 0:
@@ -214,14 +216,37 @@ class MultiheadAttention(nn.Module):
         out, *more = result if isinstance(result, tuple) else (result,)
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         out = out[0] if unbatched else out if self.batch_first or out.is_nested else out.transpose(0, 1)
-        if arguments.get("return_lse") or arguments.get("return_state"):
+        if need_weights:  # the last of what `dispatch.attention` returns
+            more[-1] = more[-1].mean(1) if average_attn_weights else more[-1]
+        if arguments.get("return_state"):
             return (out, *more)
-        if not need_weights:
-            return Attended(out)
-        weights = more[0].mean(1) if average_attn_weights else more[0]
-        return Attended(out, weights[0] if unbatched else weights)
+        more = [x[0] if unbatched else x for x in more]
+        return (out, *more) if arguments.get("return_lse") else Attended(out, *more)
 
     # --- the steps -------------------------------------------------------------------------------------------------
+
+    def _check_call(self, cache: KVCache | None, attn_mask: Any, options: dict[str, Any]) -> None:
+        """What would be said twice, and what a rolling cache cannot serve."""
+        twice = [name for name in ("window", "variant") if getattr(self, name) is not None and name in options]
+        taken = {"key_lengths": "lengths=", "sinks": "sinks=True of the module", "return_weights": "need_weights=True"}
+        taken |= {"enable_gqa": "kv_heads= of the module", "layout": "batch_first= of the module"}
+        wrong = [name for name in taken if name in options]
+        if twice or wrong:
+            remedy = taken[wrong[0]] if wrong else "leave one of them out"
+            raise InputError(f"{', '.join([*twice, *wrong])} of the call is said by the module already", remedy=remedy)
+        if cache is None or cache.window is None:
+            return
+        left = (self.window or options.get("window") or (None, None))[0]
+        if left is None or left + 1 > cache.window:
+            problem = f"a cache of window {cache.window} keeps {cache.window} keys, and the module's window is {left}"
+            raise InputError(
+                f"{problem} to the left", remedy=f"window=({cache.window - 1}, 0), or KVCache() for all keys"
+            )
+        for mask in (self.mask, attn_mask):
+            atoms = mask.atoms() if isinstance(mask, Mask) else ()
+            if absolute := [str(a) for a in atoms if not isinstance(a, (Causal, Window, Stride, Full))]:
+                problem = f"mask {', '.join(absolute)} counts keys from 0, and a rolling cache drops the first ones"
+                raise InputError(problem, remedy="KVCache() without a window")
 
     def _project(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, unbatched: bool
@@ -252,8 +277,8 @@ class MultiheadAttention(nn.Module):
         return heads
 
     def _place(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cache: KVCache | None, lengths: torch.Tensor | None,
-        positions: torch.Tensor | None, arguments: dict[str, Any],
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, own: bool, cache: KVCache | None,
+        lengths: torch.Tensor | None, positions: torch.Tensor | None, arguments: dict[str, Any],
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
         """Turn what has positions, and put the cache's keys before the new ones."""
         if self.rotary is not None:
@@ -263,7 +288,7 @@ class MultiheadAttention(nn.Module):
             place = torch.arange(q.shape[2], device=q.device) + first if positions is None else positions
             table = self.rotary.table(place, q.dtype)
             q = self.rotary.turn(q, *table)
-            if positions is None and k.shape[2] != q.shape[2]:  # cross-attention, both from 0
+            if not own:  # cross-attention: the keys count from 0, wherever the queries stand
                 table = self.rotary.table(torch.arange(k.shape[2], device=k.device), k.dtype)
             k = self.rotary.turn(k, *table)
         if cache is None:
@@ -285,6 +310,8 @@ class MultiheadAttention(nn.Module):
     ) -> None:  # fmt: skip
         """Write masks and biases, torch's kind and ours, the module's and the call's, as `dispatch.attention`'s."""
         biases: list[torch.Tensor] = [] if self.alibi is None else [self.alibi]
+        if (own := arguments.pop("bias", None)) is not None:  # the call's
+            biases.append(own)
         parts: list[Mask] = [] if self.mask is None else [self.mask]
         tensors: list[tuple[torch.Tensor, type]] = []  # True = attend, and the atom for it
         if self.window is not None:
@@ -319,7 +346,9 @@ class MultiheadAttention(nn.Module):
             for tensor, atom in tensors:
                 parts.append(atom(tensor))
             arguments["attn_mask"] = _all(parts)
-        if biases:
+        if len(biases) == 1:
+            arguments["bias"] = biases[0]
+        elif biases:
             first = 0 if "is_causal" in arguments else k.shape[2] - q.shape[2]
             arguments["bias"] = self._sum(biases, q, k, arguments.get("q_offset", first))
 
@@ -336,8 +365,6 @@ class MultiheadAttention(nn.Module):
         )
 
     def _sum(self, biases: list[torch.Tensor], q: torch.Tensor, k: torch.Tensor, offset: Any) -> torch.Tensor:
-        if len(biases) == 1:
-            return biases[0]
         if biases[0].ndim == 1:  # ALiBi beside another bias: written out
             if isinstance(offset, torch.Tensor):
                 raise InputError("ALiBi with a float mask and rows of different lengths", remedy="a bool mask")

@@ -73,7 +73,7 @@ class Gather(Rewrite):
         shape = op.operand(lists.name).shape
         if len(shape) == 4 and shape[1] != 1:
             return not_useful(f"the {shape[1]} heads select different keys")
-        if 0 in (op.B, op.Sq, op.Skv, op.Hkv, shape[-1]):
+        if 0 in (op.B, op.Sq, op.Skv, op.Hkv, op.D, op.Dv, shape[-1]):
             return Reason("feature", "empty", text="nothing to gather from a size of 0")
         if 2 * shape[-1] > op.Skv:
             return not_useful(f"lists of {shape[-1]} keys are not much shorter than Skv {op.Skv}")

@@ -113,10 +113,10 @@ class _Layout:
         self.works = self.plan(op.Sq, op.Skv, op.static_offset() or 0)
         exact = all(work.blocks is None or bool((work.blocks >= 0).all()) for work in self.works)
         self.needs_bias = not (square and exact and isinstance(rest, Full) and op.Skv % block == 0)
-        self._plans: dict[tuple[int, int, int], list[_Work]] = {}
+        self._plans: dict[tuple[int, int, int], list[_Work]] = {}  # by block rows and key blocks: few in a decode
         self.gathered = sum(w.blocks.numel() for w in self.works if w.blocks is not None)
         pairs = self.gathered + sum(len(w.rows) * (w.span[1] - w.span[0]) for w in self.works)
-        self.visited = pairs * block * block / max(1, self.heads * op.Sq * op.Skv)
+        self.visited = pairs * min(block, op.Sq) * block / max(1, self.heads * op.Sq * op.Skv)
 
     # --- what runs ---------------------------------------------------------------------------------------------------
 
@@ -195,10 +195,11 @@ class _Layout:
         sq, skv, block = q.shape[2], k.shape[2], self.block
         offset = reference.offset_of(self.op, sq, skv, t)
         assert isinstance(offset, int)
-        known = (sq, skv, offset)
-        if known not in self._plans:
-            self._plans[known] = self.plan(*known)
         first, last = offset // block, (offset + sq - 1) // block
+        known = (first, last, -(-skv // block))
+        if known not in self._plans:
+            self._plans[known] = self.plan(sq, skv, offset)
+        works = self._plans[known]
         count = last - first + 1
         front = offset - first * block if count > 1 else 0
         behind = count * block - sq - front if count > 1 else 0
@@ -209,11 +210,10 @@ class _Layout:
             padded.unflatten(1, (self.heads, self.groups)).unflatten(3, (count, rows)).transpose(2, 3).flatten(1, 2)
         )
         position = (first * block if count > 1 else offset) - offset  # row number of row 0 of block row 0
-        run = _Parts(self, inner, k, v, t, offset, position, rows, skv)
-        pieces = [piece for work in self._plans[known] for piece in run.pieces(queries, work, count)]
-        out = _place(
-            [(i, p.out if isinstance(p, Raw) else p) for i, p in pieces], queries, (k, v), v.shape[3], 0.0, self.op
-        )
+        run = _Parts(self, inner, works, k, v, t, offset, position, rows, skv)
+        pieces = [piece for work in works for piece in run.pieces(queries, work, count)]
+        outs = [(i, p.out if isinstance(p, Raw) else p) for i, p in pieces]
+        out = _place(outs, queries, (k, v), v.shape[3], 0.0, q.dtype, self.op)
 
         def back(x: torch.Tensor) -> torch.Tensor:
             x = x.unflatten(1, (self.heads, count)).transpose(2, 3).flatten(3, 4).flatten(1, 2)
@@ -222,7 +222,8 @@ class _Layout:
         if not self.op.outputs.lse:
             return back(out)
         sums = [(i, p.lse[..., None]) for i, p in pieces]
-        return Raw(back(out), back(_place(sums, queries, (k, v), 1, -math.inf, self.op))[..., 0])
+        acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+        return Raw(back(out), back(_place(sums, queries, (k, v), 1, -math.inf, acc, self.op))[..., 0])
 
 
 class _Parts:
@@ -232,6 +233,7 @@ class _Parts:
         self,
         layout: _Layout,
         inner: Run,
+        works: list[_Work],
         k: torch.Tensor,
         v: torch.Tensor,
         t: Operands,
@@ -249,7 +251,7 @@ class _Parts:
             .unflatten(2, (-1, layout.block))
             .flatten(1, 2)
             .flatten(2, 3)
-            for x in ((k, v) if any(w.blocks is not None for w in layout.works) or layout.works == [] else ())
+            for x in ((k, v) if any(w.blocks is not None for w in works) else ())
         ]
         self.mask = And.of(layout.rest, KeyRange(0, skv)) if not isinstance(layout.rest, Full) else KeyRange(0, skv)
 
@@ -338,11 +340,11 @@ def _place(
     kv: tuple[torch.Tensor, torch.Tensor],
     last: int,
     fill: float,
+    dtype: torch.dtype,
     op: AttentionOp,
 ) -> torch.Tensor:
     """All pieces in the order of the entries; an entry without a piece attends nothing and is filled."""
     shape = (*queries.shape[:-1], last)
-    dtype = pieces[0][1].dtype if pieces else queries.dtype
     if not op.grad and not op.higher_order:
         out = torch.empty(shape, dtype=dtype, device=queries.device)
         if sum(len(entries) for entries, _ in pieces) < shape[1]:

@@ -271,8 +271,11 @@ class _Turn:
 
         One copy of the keys instead of one for each block; not with gradients, which need what was overwritten.
         """
-        if self.op.grad or self.op.higher_order or self.union.band is None or self.index.shape[1] == 0:
+        if self.op.grad or self.op.higher_order or self.band is None or self.index.shape[1] == 0:
             return None
+        last = self.band.mask.key_interval((max(self.sq - self.block, 0), self.sq), self.skv, self.offset, self.tensors)
+        if -(-self.sq // self.block) * (last[1] - last[0] + self.index.shape[1]) <= self.skv:
+            return None  # a decode step: its slices are less than all keys
         ahead = (0, 0, self.index.shape[1], 0)
         return torch.nn.functional.pad(self.k, ahead), torch.nn.functional.pad(self.v, ahead)
 
@@ -294,6 +297,8 @@ class _Turn:
     def _clear_of(self, lo: int, hi: int) -> bool:
         """No gathered column lies in the band's slice, and every row sees all of them: nothing to mask there."""
         if self.index.shape[0] > 1 or self.union.columns is None or self.union.columns.per_query:
+            return False
+        if self.union.columns != self.union.gathered:  # with `Not`, or a union inside, not all that is gathered is seen
             return False
         before, after = torch.searchsorted(self.index[0], torch.tensor([lo, hi], device=self.index.device)).tolist()
         return before == after

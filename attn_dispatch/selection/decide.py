@@ -32,7 +32,7 @@ from attn_dispatch.selection.heuristics import estimate_us
 if TYPE_CHECKING:
     from attn_dispatch.selection.tuned import Tuned
 
-__all__ = ["Decision", "Request", "decide", "ranked"]
+__all__ = ["Decision", "Request", "TunedLookup", "decide", "ranked"]
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,8 @@ def decide(
     found, source, why = legal[0][0], "heuristic", f"lowest estimate, {legal[0][1]:.0f} us"
     if measured is None:
         return Decision(found, source, why, tuple(legal), refused, tuple(notes))
-    ranking = tuple(name for name in measured.names if not any(r.code == "barred" for r in refused.get(name, ())))
+    barred_names = {name for request in requests for name in request.avoid}  # by name: more is legal at other shapes
+    ranking = tuple(n for n in measured.names if not barred_names & {n, n.rpartition(" > ")[2]})
     by_name = {c.name: c for c, _ in legal}
     if name := next((name for name in ranking if name in by_name), None):
         why = measured.why if name == measured.names[0] else f"{measured.names[0]} cannot run it; next measured"

@@ -50,9 +50,14 @@ def environment(device_type: str) -> Environment:
         'cpu'
     """
     facts = device.facts(device_type)
-    threads = torch.get_num_threads() if device_type == "cpu" else 0
     return Environment(
-        device_type, facts.name, facts.arch, threads, str(torch.__version__), _runtime(device_type), policy(device_type)
+        device_type,
+        facts.name,
+        facts.arch,
+        facts.threads,
+        str(torch.__version__),
+        _runtime(device_type),
+        policy(device_type),
     )
 
 

@@ -99,23 +99,35 @@ def lock_dict(entries: Sequence[dict[str, Any]], hardware: Mapping[str, Any], me
     return {"schema": 1, "hardware": dict(hardware), "measured": dict(measured), "tuned": list(entries)}
 
 
-def read_lock(path: Path) -> list[dict[str, Any]]:
+def read_lock(path: Path, hardware: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The tuned entries of a lock file that is to be written anew.
 
+    Args:
+        path: the file. hardware: the machine whose entries are to be added.
+
     Raises:
-        InputError: the file is none, or holds pins or comments of a person, which writing would lose.
+        InputError: it is no lock file, is for another machine, or holds what writing it anew would lose: pins, other
+            keys, comments of a person.
     """
     import yaml
 
     try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        text = path.read_text(encoding="utf-8")
+        data = yaml.safe_load(text) or {}
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise InputError(f"{path} is no lock file: {error}", remedy="give -o another name") from None
-    if not isinstance(data, dict) or data.get("pins") or data.get("schema", 1) != 1:
-        problem = f"{path} holds more than tuned results (pins, or another schema), which would be lost"
-        raise InputError(problem, remedy="give -o another name; several files merge")
+    remedy = "give -o another name; several files merge"
+    if not isinstance(data, dict) or (data and data.get("schema") != 1):
+        raise InputError(f"{path} is no lock file of schema 1, and would be lost", remedy=remedy)
+    others = [key for key in data if key not in ("schema", "hardware", "measured", "tuned")]
+    others += ["comments"] if any(line.lstrip().startswith("#") for line in text.splitlines()) else []
     tuned = data.get("tuned") or []
-    return [entry for entry in tuned if isinstance(entry, dict)]
+    if others or not isinstance(tuned, list) or not all(isinstance(entry, dict) for entry in tuned):
+        what = ", ".join(map(str, others)) or "a tuned: that is no list of entries"
+        raise InputError(f"{path} holds more than tuned results ({what}), which would be lost", remedy=remedy)
+    if tuned and data.get("hardware") != dict(hardware):
+        raise InputError(f"{path} is for {data.get('hardware')}, this is {dict(hardware)}", remedy=remedy)
+    return tuned
 
 
 def write_lock(path: Path, data: Mapping[str, Any]) -> None:

@@ -101,14 +101,30 @@ def parse(path: Path) -> Parsed:
         found = [_problem(document, dict(detail)) for detail in error.errors(include_url=False)]
         return Parsed(name, document, problems=tuple(sorted(found, key=lambda p: (p.line, p.column))))
     pins = tuple(_pin(pin, n, model, document) for n, pin in enumerate(model.pins))
-    problems = _repeated(pins, document) + _unspoken(pins, document)
+    problems = _repeated(pins, document) + _unspoken(pins, document) + _no_ops(model, document)
     tuned = tuple(
-        {**entry, "file": str(path), "where": f"{name}:{document.place(('tuned', n))[0]}"}
-        for n, entry in enumerate(document.data.get("tuned") or ())
+        {**entry.model_dump(), "file": str(path), "where": f"{name}:{document.place(('tuned', n))[0]}"}
+        for n, entry in enumerate(model.tuned)
     )
     if any(problem.is_error for problem in problems):
         return Parsed(name, document, problems=tuple(problems))
     return Parsed(name, document, pins, tuned, model.hardware, tuple(problems))
+
+
+def _no_ops(model: FileModel, document: Document) -> list[Problem]:
+    """Tuned entries whose op is none: pydantic knows a mapping, the IR knows an op."""
+    from attn_dispatch.ir.ops import AttentionOp, verify
+
+    found = []
+    for n, entry in enumerate(model.tuned):
+        try:
+            op = AttentionOp.from_dict(entry.op)
+            verify(op)
+            op.bucketed()
+        except Exception as error:  # noqa: BLE001 - whatever a wrong mapping makes of the IR
+            said = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            found.append(document.problem(("tuned", n, "op"), f"tuned.op: it is no op: {said}"))
+    return found
 
 
 def _shown(path: Path) -> str:

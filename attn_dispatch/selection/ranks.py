@@ -29,6 +29,7 @@ from attn_dispatch.selection.decide import ranked
 from attn_dispatch.selection.environment import environment
 from attn_dispatch.selection.store import Entry, Record
 from attn_dispatch.selection.timing import Timing
+from attn_dispatch.selection.tuned import has_ranks
 from attn_dispatch.selection.tuner import Session, choose, tune, version_of
 
 __all__ = ["TIMEOUT_S", "agree", "tune_together"]
@@ -49,23 +50,26 @@ def _forget() -> None:
 on_reset.append(_forget)
 
 
-def tune_together(op: AttentionOp, registry: Registry, session: Session | None = None) -> Entry | None:
+def tune_together(
+    op: AttentionOp, registry: Registry, session: Session | None = None, known: tuple[str, ...] = ()
+) -> Entry | None:
     """Tune an op, on all ranks where there are several.
 
     Args:
-        op: a canonical op, the same on every rank. registry: this rank's.
+        op: a canonical op, the same on every rank. registry: this rank's. known: the ranking that this rank has from
+            before; when all have the same one, it holds and nothing is measured.
 
     Returns:
         The entry, equal in its ranking on all ranks; None when the ranks cannot tune together and the caller has to use
         the deterministic order.
     """
     global _number
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not has_ranks():
         return tune(op, registry, session)
     if _given_up:
         return None
     _number += 1
-    return agree(op, registry, _Gathering(_number), lambda own: tune(op, own, session))
+    return agree(op, registry, _Gathering(_number), lambda own: tune(op, own, session), known)
 
 
 def agree(
@@ -73,12 +77,13 @@ def agree(
     registry: Registry,
     gather: Callable[[Any], Sequence[Any]],
     measure: Callable[[Registry], Entry],
+    known: tuple[str, ...] = (),
 ) -> Entry | None:
     """The protocol of the module, over any way to gather.
 
     Args:
         op: this rank's op. registry: this rank's. gather: one object of each rank, to all. measure: times the
-            candidates of a registry.
+            candidates of a registry. known: this rank's ranking from before.
 
     Returns:
         The agreed entry. When ranks differ in what they have, its ranking is the heuristic's order over what all
@@ -86,7 +91,7 @@ def agree(
     """
     legal, _ = ranked(op, registry)
     versions = {c.name: version_of(c.name, registry) for c, _ in legal}
-    mine = {"op": op.digest(), "environment": environment(op.device).to_dict(), "candidates": versions}
+    mine = {"op": op.digest(), "environment": environment(op.device).to_dict(), "candidates": versions, "known": known}
     try:
         everybody = gather(mine)
         problem = _difference(everybody)
@@ -94,6 +99,8 @@ def agree(
             what_now = "all use the heuristic's order over what all have"
             _warn_once(f"ranks differ, so nothing is measured: {problem}; {what_now}")
             return _deterministic(op, everybody)
+        if known and all(tuple(other["known"]) == known for other in everybody):
+            return _unmeasured(op, known, f"known to all {len(everybody)} ranks from before")
         entry = measure(registry)
         medians = {r.name: r.median_us for r in entry.records if r.median_us is not None}
         slowest = _slowest(gather(medians))
@@ -127,9 +134,13 @@ def _difference(everybody: Sequence[dict[str, Any]]) -> str:
 def _deterministic(op: AttentionOp, everybody: Sequence[dict[str, Any]]) -> Entry:
     """Rank 0's order over what every rank has; made of what all have gathered, so equal everywhere."""
     common = [n for n in everybody[0]["candidates"] if all(n in other["candidates"] for other in everybody)]
-    records = tuple(Record(name, "pruned", note="not measured: ranks differ") for name in common)
-    why = "the ranks differ: the heuristic's order over what all have"
-    return Entry(op.bucketed(), op, records, tuple(common), environment(op.device), "", 0.0, why)
+    return _unmeasured(op, tuple(common), "the ranks differ: the heuristic's order over what all have")
+
+
+def _unmeasured(op: AttentionOp, ranking: tuple[str, ...], why: str) -> Entry:
+    """An agreement without a measurement, and so without a time: it is not stored."""
+    records = tuple(Record(name, "pruned", note="not measured") for name in ranking)
+    return Entry(op.bucketed(), op, records, ranking, environment(op.device), "", 0.0, why)
 
 
 def _slowest(everybody: Sequence[dict[str, float]]) -> dict[str, Timing]:

@@ -14,6 +14,7 @@ its place. No lock is taken: two processes that tune one op waste time, and lose
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import os
 import tempfile
@@ -205,19 +206,17 @@ class Store:
             return Miss(("nothing was measured in this process",))
         path = self._path(key, place)
         try:
-            text = path.read_text(encoding="utf-8")
+            entry = _load(path)
         except FileNotFoundError:
             return Miss(("no entry",))
-        except (OSError, UnicodeDecodeError) as error:
+        except PermissionError as error:
+            text = f"the tuned store {self.root} cannot be read ({error}); nothing that was measured is used"
+            self._warn("unreadable", f"{text}. Set ATTN_DISPATCH_CACHE to a folder that can be")
+            return Miss((str(error),))
+        except (OSError, ValueError, RecursionError) as error:
             return self._invalid(path, str(error))
-        try:
-            entry = Entry.from_dict(json.loads(text))
-        except (ValueError, RecursionError) as error:
-            return self._invalid(path, str(error))
-        if entry.op != key:
+        if entry.op != key or entry.environment != place:  # two keys of one digest: not to be expected
             return self._invalid(path, f"it is an entry for another op: {entry.op}")
-        if entry.environment != place:
-            return self._invalid(path, "it is an entry for another environment")
         return entry
 
     def _invalid(self, path: Path, problem: str) -> Miss:
@@ -234,14 +233,14 @@ class Store:
     def files(self) -> Iterator[Path]:
         """Every file that should hold an entry, of all environments."""
         folder = self.root / _FOLDER if self.root is not None else None
-        if folder is not None and folder.is_dir():
+        if folder is not None and os.path.isdir(folder):  # Path.is_dir raises where a parent may not be entered
             yield from sorted(p for p in folder.glob("*/*.json") if p.name != "environment.json")
 
     def entries(self) -> Iterator[tuple[Path, Entry | Miss]]:
         """Every file with its entry, or what is wrong with it."""
         for path in self.files():
             try:
-                yield path, Entry.from_dict(json.loads(path.read_text(encoding="utf-8")))
+                yield path, _load(path)
             except (OSError, ValueError, RecursionError) as error:
                 yield path, Miss((str(error),))
 
@@ -249,7 +248,8 @@ class Store:
         """Remove entries, and what killed writers left; returns how many files went."""
         gone = [path for path, found in self.entries() if isinstance(found, Miss) or not invalid_only]
         if self.root is not None:
-            gone += [p for ending in (_UNFINISHED, _ASIDE) for p in sorted((self.root / _FOLDER).glob(f"*/*{ending}"))]
+            leftovers = (f"*/*{_UNFINISHED}", f"*/*{_ASIDE}*")
+            gone += [p for pattern in leftovers for p in sorted((self.root / _FOLDER).glob(pattern))]
         for path in gone:
             path.unlink(missing_ok=True)
         self.forget()
@@ -275,14 +275,29 @@ _UNFINISHED = ".unfinished"
 _ASIDE = ".aside"
 
 
+def _load(path: Path) -> Entry:
+    """The entry in a file.
+
+    Raises:
+        OSError: it cannot be read. ValueError, RecursionError: it holds no entry, or one that belongs elsewhere.
+    """
+    entry = Entry.from_dict(json.loads(path.read_text(encoding="utf-8")))
+    if entry.op.digest() != path.stem:
+        raise ValueError(f"it is an entry for another op: {entry.op}")
+    if entry.environment.digest() != path.parent.name:
+        raise ValueError("it is an entry for another environment")
+    return entry
+
+
 def _set_invalid_aside(path: Path) -> None:
     """Rename a file that is no entry of ours (corrupt, of a later schema) instead of writing over it."""
     try:
-        Entry.from_dict(json.loads(path.read_text(encoding="utf-8")))
+        _load(path)
     except FileNotFoundError:
         return
     except (ValueError, RecursionError):
-        os.replace(path, path.with_name(path.name + _ASIDE))
+        free = (path.with_name(f"{path.name}{_ASIDE}{n or ''}") for n in itertools.count())
+        os.replace(path, next(place for place in free if not place.exists()))
 
 
 def _publish(path: Path, text: str) -> None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 
 from attn_dispatch.errors import NotTunedError, StoreWarning
 from attn_dispatch.ir.ops import AttentionOp
@@ -28,7 +29,7 @@ from attn_dispatch.registry.discover import on_reset
 from attn_dispatch.selection.store import Entry, Miss, Record, Store, explain_miss
 from attn_dispatch.settings import settings
 
-__all__ = ["Tuned", "find", "look_up", "may_choose", "on_change", "stale", "store"]
+__all__ = ["Tuned", "find", "has_ranks", "look_up", "may_choose", "on_change", "stale", "store"]
 
 
 @dataclass(frozen=True)
@@ -111,6 +112,8 @@ def look_up(op: AttentionOp, registry: Registry, mode: str) -> Tuned | None:
     if mode == "force" and op.bucketed().digest() not in _forced and _may_measure(op):
         return _measure(op, registry)
     found = find(op, registry)
+    if mode in ("on", "force") and _may_measure(op) and has_ranks():  # what one rank knows, another may not
+        return _measure(op, registry, found.names if isinstance(found, Tuned) else ())
     if isinstance(found, Tuned):
         return found
     if mode == "assert":
@@ -121,6 +124,11 @@ def look_up(op: AttentionOp, registry: Registry, mode: str) -> Tuned | None:
     return _measure(op, registry) if mode in ("on", "force") and _may_measure(op) else None
 
 
+def has_ranks() -> bool:
+    """Whether several ranks of `torch.distributed` run this."""
+    return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+
+
 def _may_measure(op: AttentionOp) -> bool:
     """Never while something else records what runs: a trace, a graph, a transform."""
     if op.traced or op.higher_order or torch.compiler.is_compiling() or torch.compiler.is_exporting():
@@ -128,15 +136,19 @@ def _may_measure(op: AttentionOp) -> bool:
     return not (op.device == "cuda" and torch.cuda.is_current_stream_capturing())
 
 
-def _measure(op: AttentionOp, registry: Registry) -> Tuned | None:
+def _measure(op: AttentionOp, registry: Registry, known: tuple[str, ...] = ()) -> Tuned | None:
     from attn_dispatch.selection.ranks import tune_together
 
-    entry = tune_together(op, registry)
     _forced.add(op.bucketed().digest())
+    try:
+        entry = tune_together(op, registry, known=known)
+    except Exception as error:  # noqa: BLE001 - a measurement that fails must not stop the call that asked for it
+        _warn_once(f"tuning failed, so the estimate decides: {type(error).__name__}: {error} ({op})")
+        return None
     if entry is None:
         return None
-    if not entry.when:  # ranks that cannot tune together: agreed on, not measured
-        return Tuned(entry.ranking, entry.why)
+    if not entry.when:  # agreed on by the ranks, not measured by them now
+        return Tuned(entry.ranking, entry.why, "ranks")
     store().put(entry)
     for forget in on_change:
         forget()
@@ -165,13 +177,15 @@ def _medians(records: tuple[Record, ...]) -> dict[str, float]:
 def _locked(op: AttentionOp, registry: Registry, shipped: bool) -> Tuned | None:
     from attn_dispatch.selection.lock import locked
 
+    key = op.bucketed()
     for entry in locked():
-        if entry.shipped != shipped or entry.key != op.bucketed():
+        if entry.shipped != shipped or entry.key != key:
             continue
         problem = stale(entry.records, registry)
         if not problem:
             return Tuned(entry.ranking, entry.why, f"tuned {entry.where}", _medians(entry.records))
-        _warn_once(f"{entry.where} is not used: {problem}. Tune again: attn-dispatch tune")
+        if not shipped:  # nobody here asked for those that come with the package
+            _warn_once(f"{entry.where} is not used: {problem}. Tune again: attn-dispatch tune")
     return None
 
 

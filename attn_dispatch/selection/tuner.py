@@ -13,6 +13,7 @@ are left as they were: samples come from private generators, gradients from `tor
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ from attn_dispatch.selection.timing import Timing, interleaved, spread
 __all__ = ["MARGIN", "Effort", "Session", "choose", "tune", "version_of"]
 
 MARGIN = 0.03
+# The standard error of a median is 1.253 sigma / sqrt(n), and sigma is the interquartile range / 1.349.
+_TWO_ERRORS = 2 * 1.253 / 1.349
 
 
 @dataclass(frozen=True)
@@ -96,8 +99,10 @@ def tune(op: AttentionOp, registry: Registry, session: Session | None = None) ->
     with _undisturbed(op):
         tried, records = _prune(legal, op, session.effort)
         passed, failed = _gate(tried, op, registry, session)
-        timings, broken = _time(passed, op, session.effort)
-    ranking, why = choose([candidate.name for candidate in passed], timings)
+        near, far, broken = _time(passed, op, session.effort)
+    ranking, why = choose([candidate.name for candidate in passed], near)
+    ranking = (*ranking, *sorted(far, key=lambda name: far[name].median_us))
+    timings = near | far
     measured = [
         Record(name, "ok", timing.median_us, timing.spread_us, passed[_candidate(passed, name)].errors)
         for name, timing in sorted(timings.items(), key=lambda named: named[1].median_us)
@@ -160,11 +165,15 @@ def choose(order: Sequence[str], timings: Mapping[str, Timing]) -> tuple[tuple[s
 
 
 def _is_as_fast(timing: Timing, best: Timing) -> bool:
-    """Within max(3 %, the spread) of the fastest; the spread is that of the ratio within rounds, which both shared."""
+    """Within max(3 %, the spread) of the fastest.
+
+    The spread is that of the median: twice its standard error, of the ratio within rounds, which both shared. The
+    spread of single rounds would keep a choice that loses by a fifth, whenever the machine is busy.
+    """
     saved = 1.0 - best.median_us / timing.median_us
     if timing.samples and len(timing.samples) == len(best.samples):
         ratios = [theirs / mine for mine, theirs in zip(timing.samples, best.samples, strict=True)]
-        saved, noise = 1.0 - statistics.median(ratios), spread(ratios)
+        saved, noise = 1.0 - statistics.median(ratios), _TWO_ERRORS * spread(ratios) / math.sqrt(len(ratios))
     else:
         noise = max(timing.spread_us, best.spread_us) / timing.median_us
     return saved <= max(MARGIN, noise)
@@ -257,8 +266,13 @@ def _is_risky(candidate: Candidate, registry: Registry, effort: Effort) -> bool:
 
 def _time(
     passed: Mapping[Candidate, Verdict], op: AttentionOp, effort: Effort
-) -> tuple[dict[str, Timing], list[Record]]:
-    """Medians and spreads; those close to the best are measured again, with more rounds, by themselves."""
+) -> tuple[dict[str, Timing], dict[str, Timing], list[Record]]:
+    """Those close to the best, measured again with more rounds by themselves; the others, as measured first.
+
+    Only times of one session compare, so the choice is made among the former.
+    """
+    if not passed:
+        return {}, {}, []
     sample = make_sample(op, "typical", seed=2)
     steps: dict[str, Any] = {}
     broken: list[Record] = []
@@ -270,10 +284,11 @@ def _time(
         except Exception as error:  # noqa: BLE001 - a candidate's failure is its record
             broken.append(failure_of(candidate.name, error))
     if not steps:
-        return {}, broken
+        return {}, {}, broken
     first = interleaved(steps, effort.rounds, effort.round_s, effort.total_s, op.device)
     best = min(t.median_us for t in first.values())
     near = {n: steps[n] for n, t in first.items() if t.median_us <= best * 1.5 or t.median_us - t.spread_us <= best}
+    far = {name: timing for name, timing in first.items() if name not in near}
     if len(near) == 1:
-        return first, broken
-    return first | interleaved(near, effort.final_rounds, effort.round_s, effort.total_s, op.device), broken
+        return {name: first[name] for name in near}, far, broken
+    return interleaved(near, effort.final_rounds, effort.round_s, effort.total_s, op.device), far, broken

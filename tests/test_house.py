@@ -43,7 +43,8 @@ ARROWS: dict[str, set[str]] = {
     "frontend": {"errors", "ir", "linear_call", "shapes", "state", "variants"},
     "passes": {"errors", "ir"},
     "rewrites": {"errors", "ir", "device", "capability", "backend", "reference", "tiling", "passes"},
-    "backends": {"errors", "ir", "device", "capability", "backend", "reference", "state", "tiling"},
+    "lowering": {"errors", "ir", "capability"},
+    "backends": {"errors", "lowering", "ir", "device", "capability", "backend", "reference", "state", "tiling"},
     "registry": {"errors", "ir", "capability", "backend", "rewrites"},
     "context": {"errors", "settings"},
     "selection": {

@@ -26,7 +26,7 @@ COUNT = {"Attention": 93, "LinearAttention": 14, "RotaryEmbedding": 8, "TensorSc
 EXPRESSED = {"LinearAttention": 4, "RotaryEmbedding": 8, "TensorScatter": 2}
 
 # What each backend verifies of the 93 on a CPU; the rest it refuses. A change in either direction is looked at.
-VERIFIED = {"eager": 93, "blocked": 93, "sdpa_math": 82, "sdpa_flash": 82}
+VERIFIED = {"eager": 93, "blocked": 93, "onnxruntime": 93, "sdpa_math": 82, "sdpa_flash": 82}
 # Every test refused, and one reason that is among those of each: what the backend is not for.
 REFUSES_ALL = {
     "linear": ("feature", "weight:Softmax"),

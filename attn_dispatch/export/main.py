@@ -60,6 +60,7 @@ def export_onnx(
             ``"contrib"`` (com.microsoft), ``"function"`` (an operator of our own with its body in the file); or several
             in order of preference, tried for each call. Never falls back to one that is not named.
         dynamic_shapes: as for `torch.export.export`; a name may stand for a ``Dim``: ``{"x": {0: "batch", 1: "seq"}}``.
+            A size that must be a sum of others is named so, ``"past + seq"``; a name with "past" in it may be 0.
         input_names, output_names: names in the graph.
         replace_sdpa: send ``F.scaled_dot_product_attention`` of the model through the dispatcher while tracing.
         external_data: weights in a file of their own beside it; None does so above 1.9 GB.

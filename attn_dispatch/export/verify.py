@@ -32,11 +32,17 @@ def other_sizes(sizes: Sizes, may_be_empty: frozenset[str]) -> list[dict[str, in
         return [{}]
     # two symbols of one name are one size, though torch may not know that they must be equal
     names = {symbol: sizes.names.get(symbol, symbol) for symbol in sizes.example}
-    odd = {name: _ODD[i % len(_ODD)] for i, name in enumerate(dict.fromkeys(names.values()))}
-    chosen = [dict(sizes.example), dict.fromkeys(names, 1), {symbol: odd[name] for symbol, name in names.items()}]
-    for empty in dict.fromkeys(name for symbol, name in names.items() if symbol in may_be_empty):
-        chosen.append({symbol: 0 if name == empty else odd[name] for symbol, name in names.items()})
-    return chosen
+    free = [name for name in dict.fromkeys(names.values()) if "+" not in name]
+    odd = {name: _ODD[i % len(_ODD)] for i, name in enumerate(free)}
+    chosen = [dict.fromkeys(free, 1), odd]
+    chosen += [{**odd, names[symbol]: 0} for symbol in names if symbol in may_be_empty and names[symbol] in odd]
+    picked = [{symbol: _valued(name, values) for symbol, name in names.items()} for values in chosen]
+    return [dict(sizes.example), *(values for i, values in enumerate(picked) if values not in picked[:i])]
+
+
+def _valued(name: str, values: Mapping[str, int]) -> int:
+    """The value of a size by its name, which may be a sum of others: ``"past + seq"``."""
+    return sum(int(part) if part.isdigit() else values[part] for part in map(str.strip, name.split("+")))
 
 
 def open_session(path: Path, threads: int = 0) -> Any:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from attn_dispatch import dispatch, masks, variants
+from attn_dispatch import NoBackendError, dispatch, masks, variants
 from attn_dispatch.ir.ops import bucket
 from attn_dispatch.routes import PythonGuard, make_guard, routes
 

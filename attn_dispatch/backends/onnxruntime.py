@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -82,10 +83,16 @@ class OnnxRuntime(Backend):
         from attn_dispatch.backends.ort_sessions import make_runner
         from attn_dispatch.lowering.model import build_model, input_names, output_names
 
-        model = onnx_ir.to_proto(build_model(op, form_for(op))).SerializeToString()
-        runner = make_runner(model, op.device, input_names(op), output_names(op))
-        acc = torch.float64 if op.dtype == "float64" else torch.float32
         names = [name for name, _ in op.operands]
+
+        def runner_of(now: AttentionOp) -> Any:
+            model = onnx_ir.to_proto(build_model(now, form_for(now))).SerializeToString()
+            return make_runner(model, now.device, input_names(now), output_names(now))
+
+        # A model is open in batch and lengths. Heads and sizes of 1 are fixed in it, and rewrites run their op at
+        # others too (merge_parts its last part, trim_lengths rows of a bias): each set gets a model when it comes.
+        runners = {_fixed([op.query.shape, op.key.shape, *(desc.shape for _, desc in op.operands)]): runner_of(op)}
+        acc = torch.float64 if op.dtype == "float64" else torch.float32
         lse, weights = op.outputs.lse, op.outputs.weights
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
@@ -94,7 +101,10 @@ class OnnxRuntime(Backend):
             results = [q.new_empty((*rows, v.shape[3]))]
             results += [q.new_empty(rows, dtype=acc)] if lse else []
             results += [q.new_empty((*rows, k.shape[2]))] if weights else []
-            runner(given, results)
+            fixed = _fixed([q.shape, k.shape, *(x.shape for x in given[3:])])
+            if fixed not in runners:
+                runners[fixed] = runner_of(_at_sizes(op, given))
+            runners[fixed](given, results)
             if not (lse or weights):
                 return results[0]
             return Raw(results[0], results[1] if lse else None, results[-1] if weights else None)
@@ -105,6 +115,25 @@ class OnnxRuntime(Backend):
         cost = dense_cost(op, materialised=3)
         copied = sum(_bytes(desc) for desc in (op.query, op.key, op.value) if desc.strides == "scattered")
         return Cost(cost.flops, cost.bytes + 2.0 * copied, 3.0)
+
+
+def _fixed(shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    """What a model fixes: the heads of query and key, and which sizes of the operands are 1."""
+    query, key, *operands = shapes
+    return (query[1], key[1], *(tuple(size == 1 for size in shape) for shape in operands))
+
+
+def _at_sizes(op: AttentionOp, given: Sequence[torch.Tensor]) -> AttentionOp:
+    """The op as these tensors have it, query, key, value and the operands in order."""
+    query, key, value, *operands = (tuple(x.shape) for x in given)
+    return op.with_(
+        query=op.query.with_shape(*query),
+        key=op.key.with_shape(*key),
+        value=op.value.with_shape(*value),
+        operands=tuple(
+            (name, desc.with_shape(*shape)) for (name, desc), shape in zip(op.operands, operands, strict=True)
+        ),
+    )
 
 
 def _bytes(desc: TensorDesc) -> float:

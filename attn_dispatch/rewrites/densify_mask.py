@@ -14,7 +14,9 @@ import torch
 from attn_dispatch import reference
 from attn_dispatch.backend import Cost, Operands, Run
 from attn_dispatch.capability import Reason
-from attn_dispatch.ir.atoms import Dense, Full
+from attn_dispatch.ir.atoms import BlockTable, Dense, Full, Selected
+from attn_dispatch.ir.masks import Not
+from attn_dispatch.ir.operands import Table
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Alibi, Bias
 from attn_dispatch.ir.tensors import Ref, TensorDesc
@@ -42,7 +44,8 @@ class DensifyMask(Rewrite):
             return Reason("feature", op.weight.feature, text="the linear family has no additive masks")
         score = tuple(Bias(Ref(_BIAS)) if isinstance(term, Alibi) else term for term in op.score)
         extra = [(_BIAS, TensorDesc((1, op.Hq, op.Sq, op.Skv), _bias_dtype(op), op.device))] if has_alibi else []
-        extra += [(_MASK, TensorDesc((op.B, 1, op.Sq, op.Skv), "bool", op.device))] if has_mask else []
+        heads = _mask_heads(op)
+        extra += [(_MASK, TensorDesc((op.B, heads, op.Sq, op.Skv), "bool", op.device))] if has_mask else []
         grad = tuple(_BIAS if has_alibi and name == "bias" else name for name in op.grad)
         inner = op.with_(
             mask=Dense(Ref(_MASK)) if has_mask else op.mask,
@@ -66,8 +69,24 @@ class DensifyMask(Rewrite):
 
             return outer
 
-        elements = (op.B if op.mask.refs() else 1) * op.Sq * op.Skv * (op.Hq if has_alibi else 1)
+        elements = (op.B if op.mask.refs() else 1) * op.Sq * op.Skv * (op.Hq if has_alibi else heads)
         return Rewritten(inner, adapt, 1.0, Cost(0.0, 16.0 * elements, 4.0))
+
+
+def _mask_heads(op: AttentionOp) -> int:
+    """Hq when a part of the mask differs by head, else 1: what is written out then has a size for each."""
+    for atom in op.mask.atoms():
+        if isinstance(atom, Not):  # its part comes on its own
+            continue
+        shapes = [op.operand(name).shape for name in atom.refs()]
+        if isinstance(atom, BlockTable) and isinstance(atom.table, Table):
+            shapes.append(tuple(atom.table.tensor().shape))
+        least = (
+            4 if isinstance(atom, Selected) else 3
+        )  # indices [B, Sq, K] have no heads; a mask or table of rank 3 has
+        if any(len(shape) >= least and shape[-3] != 1 for shape in shapes):
+            return op.Hq
+    return 1
 
 
 def _bias_dtype(op: AttentionOp) -> str:

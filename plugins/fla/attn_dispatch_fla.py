@@ -130,9 +130,7 @@ class Fla(Backend):
             "state that fades behind key lengths": op.outputs.state and decay is not None and KeyLengths in kinds,
         }
         hint = 'backend="linear"'
-        return [
-            Reason("feature_pair", text, True, False, hint, f"no {text}") for text, wrong in table.items() if wrong
-        ]
+        return [Reason("feature_pair", text, True, False, hint, f"no {text}") for text, wrong in table.items() if wrong]
 
     def load(self) -> Any:
         """``fla.ops.simple_gla``.

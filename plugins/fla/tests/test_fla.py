@@ -29,7 +29,8 @@ calls: list[str] = []
 def recurrence(q, k, v, g_gamma, scale, state, wants_state):
     """``[B, T, H, D]``, token by token, float64; float32 state out."""
     b, length, h, d = k.shape
-    assert q.dtype == k.dtype == v.dtype and k.shape[2] == v.shape[2] == q.shape[2]
+    assert q.dtype == k.dtype == v.dtype
+    assert k.shape[2] == v.shape[2] == q.shape[2]
     s = torch.zeros(b, h, d, v.shape[-1], dtype=torch.float64) if state is None else state.double()
     assert s.shape == (b, h, d, v.shape[-1])
     decay = torch.ones(h, dtype=torch.float64) if g_gamma is None else g_gamma.double().exp()
@@ -54,7 +55,9 @@ def chunk_simple_gla(
     cu_seqlens_cpu: torch.LongTensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    assert g is None and cu_seqlens is None and not kwargs
+    assert g is None
+    assert cu_seqlens is None
+    assert not kwargs
     calls.append("chunk")
     return recurrence(q, k, v, g_gamma, scale, initial_state, output_final_state)
 
@@ -73,7 +76,10 @@ def fused_recurrent_simple_gla(
     cu_seqlens: torch.LongTensor | None = None,
     **kwargs,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    assert g is None and cu_seqlens is None and not reverse and not kwargs
+    assert g is None
+    assert cu_seqlens is None
+    assert not reverse
+    assert not kwargs
     calls.append("fused_recurrent")
     return recurrence(q, k, v, g_gamma, scale, initial_state, output_final_state)
 
@@ -102,7 +108,9 @@ LONG_GQA = replace(BY_ID["retention_bfloat16"].sizes, Sq=70, Skv=70)
 EXTRA = (
     *(replace(BY_ID["elu1_causal"], id=f"elu1_chunk_{d}", dtype=d, sizes=LONG_GQA) for d in ("bfloat16", "float16")),
     replace(BY_ID["retention_causal"], id="retention_chunk", dtype="bfloat16", sizes=LONG_GQA, scale=0.02),
-    replace(BY_ID["elu1_causal"], id="elu1_state_grads", state=True, grad=("query", "key", "value", "state", "state_z")),
+    replace(
+        BY_ID["elu1_causal"], id="elu1_state_grads", state=True, grad=("query", "key", "value", "state", "state_z")
+    ),
 )
 
 
@@ -113,7 +121,7 @@ def results(case: Case) -> dict[str, Result]:
     return {c.name: check(c.name, case, REGISTRY) for c in found if c.backend.name == "fla"}
 
 
-@pytest.mark.parametrize("case", (*CASES, *EXTRA), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CASES, *EXTRA], ids=lambda case: case.id)
 def test_fla_is_right_or_refuses_alone_and_in_every_chain(case):
     found = results(case)
     assert "fla" in found
@@ -138,7 +146,9 @@ def test_the_stand_in_has_the_signatures_of_the_wheel_that_is_installed():
         names = [a.arg for a in (*real.args.args, real.args.kwarg)]
         assert names == list(inspect.signature(function).parameters)
         defaults = [ast.literal_eval(d) for d in real.args.defaults]
-        assert defaults == [p.default for p in inspect.signature(function).parameters.values() if p.default is not p.empty]
+        assert defaults == [
+            p.default for p in inspect.signature(function).parameters.values() if p.default is not p.empty
+        ]
 
 
 # --- forms -----------------------------------------------------------------------------------------------------------

@@ -100,7 +100,10 @@ def _cut(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> 
 
 def _operands(op: AttentionOp) -> dict[str, str]:
     """Which operand goes to which argument."""
-    found = {"alibi_slopes": term.slopes.name for term in op.score if isinstance(term, Alibi)}
+    found = {}
+    for term in op.score:
+        if isinstance(term, Alibi):
+            found["alibi_slopes"] = term.slopes.name
     if isinstance(op.weight, Softmax) and op.weight.sinks is not None:
         found["learnable_sink"] = op.weight.sinks.name
     return found
@@ -116,7 +119,9 @@ def _checked(function: Function, given: dict[str, Any], optional: str = "") -> d
     missing = [argument for argument in given if argument not in known and argument != optional]
     if missing:
         name = getattr(function, "__name__", str(function))
-        raise BackendError(f"{name} of the installed version takes no {', '.join(missing)}; it takes {', '.join(known)}")
+        raise BackendError(
+            f"{name} of the installed version takes no {', '.join(missing)}; it takes {', '.join(known)}"
+        )
     return {argument: value for argument, value in given.items() if argument in known}
 
 
@@ -156,7 +161,7 @@ def compile_dense(name: str, library: Any, op: AttentionOp) -> Run:
 
 
 def compile_cache(name: str, library: Any, op: AttentionOp) -> Run:
-    """Key lengths: ``flash_attn_with_kvcache`` of lines 2 and 3, ``seqused_k`` of line 4. Nothing is written to keys."""
+    """Key lengths: ``flash_attn_with_kvcache`` of lines 2 and 3, ``seqused_k`` of line 4. Keys are only read."""
     lengths = next(part for part in mask_parts(op.mask) if isinstance(part, KeyLengths)).lengths
     wants_lse, sources, given = op.outputs.lse, _operands(op), arguments(name, op)
     if name == "flash_attn_4":
@@ -215,7 +220,7 @@ def compile_documents(name: str, library: Any, op: AttentionOp) -> Run:
 
 
 def _borders(ids: torch.Tensor, b: int) -> tuple[torch.Tensor | None, torch.Tensor]:
-    """The order of ``B * S`` rows (None: as they are) and ``cu_seqlens``, int32, from segment numbers ``[S]``/``[B, S]``."""
+    """The order of ``B * S`` rows (None: as they are) and ``cu_seqlens``, from numbers ``[S]`` or ``[B, S]``."""
     ids = ids.expand(b, ids.shape[-1]).to(torch.int64)
     ids = ids - ids.min()
     flat = (ids + torch.arange(b, device=ids.device)[:, None] * (ids.max() + 1)).flatten()

@@ -31,7 +31,7 @@ def attend_pages(
     softcap: float | None = None,
     scale: float | None = None,
 ) -> torch.Tensor:
-    """Attention of ``query [B, Sq, Hq, D]`` over pages ``[num_pages, page, Hkv, D]``; positions count from the last key.
+    """Attention of ``query [B, Sq, Hq, D]`` over pages ``[pages, page, Hkv, D]``; positions count from the last key.
 
     Args:
         backend: which line runs it. block_table: integers ``[B, max_pages]``; key_lengths: integers ``[B]``.

@@ -43,14 +43,17 @@ def attend(q, k, v, scale, causal, window, softcap=0.0, slopes=None, sinks=None,
 
 def batched(q, k, v, used=None, **options):
     """``[B, S, H, D]``; used keys per sequence."""
-    pairs = [attend(*row, used=None if used is None else int(used[i]), **options) for i, row in enumerate(zip(q, k, v))]
+    pairs = [
+        attend(*row, used=None if used is None else int(used[i]), **options)
+        for i, row in enumerate(zip(q, k, v, strict=False))
+    ]
     return torch.stack([out for out, _ in pairs]), torch.stack([lse for _, lse in pairs])
 
 
 def packed(q, k, v, ends_q, ends_k, **options):
     """``[total, H, D]``; lse ``[H, total]``."""
     assert ends_q.dtype == ends_k.dtype == torch.int32
-    spans = zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:])
+    spans = zip(ends_q[:-1], ends_q[1:], ends_k[:-1], ends_k[1:], strict=False)
     pairs = [attend(q[a:b], k[c:d], v[c:d], **options) for a, b, c, d in spans]
     return torch.cat([out for out, _ in pairs]), torch.cat([lse for _, lse in pairs], 1)
 
@@ -75,8 +78,11 @@ def flash_attn_func(
     deterministic=False,
     return_attn_probs=False,
 ):
-    assert q.shape[-1] <= 256 and not (softcap and dropout_p)
-    out, lse = batched(q, k, v, None, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, slopes=alibi_slopes)
+    assert q.shape[-1] <= 256
+    assert not (softcap and dropout_p)
+    out, lse = batched(
+        q, k, v, None, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, slopes=alibi_slopes
+    )
     return (out, lse, None) if return_attn_probs else out
 
 
@@ -100,7 +106,16 @@ def flash_attn_varlen_func(
 ):
     assert max_seqlen_q >= int(cu_seqlens_q.diff().max())
     out, lse = packed(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, slopes=alibi_slopes
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        softcap=softcap,
+        slopes=alibi_slopes,
     )
     return (out, lse, None) if return_attn_probs else out
 
@@ -126,13 +141,24 @@ def flash_attn_with_kvcache(
     num_splits=0,
     return_softmax_lse=False,
 ):
-    assert k is None and v is None and cache_seqlens.dtype == torch.int32
+    assert k is None
+    assert v is None
+    assert cache_seqlens.dtype == torch.int32
     assert not any(x.requires_grad for x in (q, k_cache, v_cache)) or not torch.is_grad_enabled()
     if block_table is not None:
-        assert k_cache.shape[1] % 256 == 0 and block_table.dtype == torch.int32
+        assert k_cache.shape[1] % 256 == 0
+        assert block_table.dtype == torch.int32
         k_cache, v_cache = pages(k_cache, block_table), pages(v_cache, block_table)
     out, lse = batched(
-        q, k_cache, v_cache, cache_seqlens, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, slopes=alibi_slopes
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        softcap=softcap,
+        slopes=alibi_slopes,
     )
     return (out, lse) if return_softmax_lse else out
 
@@ -174,7 +200,9 @@ def flash_attn_3_func(
     sm_margin=0,
     return_attn_probs=False,
 ):
-    found = batched(q, k, v, None, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, empty_lse=-math.inf)
+    found = batched(
+        q, k, v, None, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, empty_lse=-math.inf
+    )
     return found if return_attn_probs else found[0]
 
 
@@ -196,7 +224,9 @@ def older_flash_attn_3_func(
     sm_margin=0,
 ):
     """Before ``return_attn_probs``: always ``(out, lse)``."""
-    return batched(q, k, v, None, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, empty_lse=-math.inf)
+    return batched(
+        q, k, v, None, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, empty_lse=-math.inf
+    )
 
 
 def flash_attn_3_varlen_func(
@@ -225,7 +255,16 @@ def flash_attn_3_varlen_func(
     return_attn_probs=False,
 ):
     found = packed(
-        q, k, v, cu_seqlens_q, cu_seqlens_k, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, empty_lse=-math.inf
+        q,
+        k,
+        v,
+        cu_seqlens_q,
+        cu_seqlens_k,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        softcap=softcap,
+        empty_lse=-math.inf,
     )
     return found if return_attn_probs else found[0]
 
@@ -262,12 +301,22 @@ def flash_attn_3_with_kvcache(
     sm_margin=0,
     return_softmax_lse=False,
 ):
-    assert k is None and v is None and cache_seqlens.dtype == torch.int32
+    assert k is None
+    assert v is None
+    assert cache_seqlens.dtype == torch.int32
     if page_table is not None:
         assert page_table.dtype == torch.int32
         k_cache, v_cache = pages(k_cache, page_table), pages(v_cache, page_table)
     out, lse = batched(
-        q, k_cache, v_cache, cache_seqlens, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, empty_lse=-math.inf
+        q,
+        k_cache,
+        v_cache,
+        cache_seqlens,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        softcap=softcap,
+        empty_lse=-math.inf,
     )
     return (out, lse, None, None) if return_softmax_lse else out
 
@@ -300,7 +349,16 @@ def flash_attn_4_func(
 ):
     assert all(side is None or side >= 0 for side in window_size)
     out, lse = batched(
-        q, k, v, None, scale=softmax_scale, causal=causal, window=window_size, softcap=softcap, sinks=learnable_sink, empty_lse=-math.inf
+        q,
+        k,
+        v,
+        None,
+        scale=softmax_scale,
+        causal=causal,
+        window=window_size,
+        softcap=softcap,
+        sinks=learnable_sink,
+        empty_lse=-math.inf,
     )
     return out, lse if return_lse else None
 
@@ -341,7 +399,8 @@ def flash_attn_4_varlen_func(
     options: dict[str, Any] = {"scale": softmax_scale, "causal": causal, "window": window_size, "softcap": softcap}
     options |= {"sinks": learnable_sink, "empty_lse": -math.inf}
     if page_table is not None:
-        assert cu_seqlens_k is None and page_table.dtype == torch.int32
+        assert cu_seqlens_k is None
+        assert page_table.dtype == torch.int32
         k, v = pages(k, page_table), pages(v, page_table)
     if cu_seqlens_q is None:
         assert seqused_k.dtype == torch.int32

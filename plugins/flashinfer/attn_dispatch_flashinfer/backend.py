@@ -96,7 +96,7 @@ class FlashInfer(Backend):
 
     name = "flashinfer"
     tested = "untested"
-    # It compiles a kernel by nvcc at the first call of its kind, unless flashinfer-jit-cache brings it: tens of seconds.
+    # nvcc compiles a kernel at the first call of its kind, unless flashinfer-jit-cache brings it: tens of seconds
     compile_s = 20.0
     hints = {"dtype": "cast to bfloat16 or float16", "weights": 'backend="eager"'}  # noqa: RUF012
 

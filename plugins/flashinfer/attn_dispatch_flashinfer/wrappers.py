@@ -111,7 +111,9 @@ class Planned:
         if has_sinks(self._op):
             sizes = {"head_dim_qk": d, "head_dim_vo": d, "window_left": common["window_left"]}
             kinds = {"q_data_type": q.dtype, "kv_data_type": q.dtype}
-            wrapper = self._wrapper("BatchAttentionWithAttentionSinkWrapper", q.device, kv_layout="HND", **kinds, **sizes)
+            wrapper = self._wrapper(
+                "BatchAttentionWithAttentionSinkWrapper", q.device, kv_layout="HND", **kinds, **sizes
+            )
         elif sq == 1:
             tensor_cores = hq // hkv > 2  # the other kernel has few group sizes
             name = "BatchDecodeWithPagedKVCacheWrapper"

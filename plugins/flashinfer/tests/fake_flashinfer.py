@@ -48,11 +48,9 @@ class _Wrapper:
 
     def finish(self, q, ks, vs, return_lse, sinks=None, scale=None):
         scale = self.scale if scale is None else scale
-        rows = [q[a:b] for a, b in zip(self.qo[:-1], self.qo[1:])]
-        pairs = [
-            attend(*row, scale, self.causal, self.left, self.cap, sinks) for row in zip(rows, ks, vs, strict=True)
-        ]
-        out, lse = (torch.cat(part) for part in zip(*pairs))
+        rows = [q[a:b] for a, b in zip(self.qo[:-1], self.qo[1:], strict=False)]
+        pairs = [attend(*row, scale, self.causal, self.left, self.cap, sinks) for row in zip(rows, ks, vs, strict=True)]
+        out, lse = (torch.cat(part) for part in zip(*pairs, strict=False))
         return (out, lse) if return_lse else out
 
     def note(self, q_dtype, d, scale, causal, left, cap):
@@ -122,8 +120,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
         enable_pdl=None,
         kv_cache_sf=None,
     ):
-        assert q.dtype == self.dtype and q.shape[0] == self.qo[-1]
-        ks, vs = ([x[a:b] for a, b in zip(self.kv[:-1], self.kv[1:])] for x in (k, v))
+        assert q.dtype == self.dtype
+        assert q.shape[0] == self.qo[-1]
+        ks, vs = ([x[a:b] for a, b in zip(self.kv[:-1], self.kv[1:], strict=False)] for x in (k, v))
         return self.finish(q, ks, vs, return_lse)
 
 
@@ -190,7 +189,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         sinks=None,
         kv_cache_sf=None,
     ):
-        assert q.dtype == self.dtype and not args
+        assert q.dtype == self.dtype
+        assert not args
         return self.finish(q, *map(self.sequences, paged_kv_cache), return_lse)
 
 
@@ -260,7 +260,8 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
         skip_softmax_threshold_scale_factor=None,
         kv_cache_sf=None,
     ):
-        assert q.dtype == self.dtype and not args
+        assert q.dtype == self.dtype
+        assert not args
         return self.finish(q, *map(self.sequences, paged_kv_cache), return_lse)
 
 

@@ -23,7 +23,7 @@ from attn_dispatch.testing.cases import Sizes
 
 
 class OnCpu(FlashInfer):
-    """The backend over the stand-in, on the CPU and for every head size, where its facts are otherwise what they are."""
+    """The backend over the stand-in, on the CPU and for every head size; its other facts are what they are."""
 
     compile_s = 0.0
 
@@ -67,7 +67,7 @@ EXTRA = (
 )
 
 
-@pytest.mark.parametrize("case", (*CASES, *EXTRA), ids=lambda case: case.id)
+@pytest.mark.parametrize("case", [*CASES, *EXTRA], ids=lambda case: case.id)
 def test_flashinfer_is_right_or_refuses_alone_and_in_every_chain(case):
     found = results(case)
     assert "flashinfer" in found
@@ -184,7 +184,7 @@ def test_a_library_without_the_sink_wrapper_is_named():
     q = torch.randn(1, 2, 4, 64)
     op = dispatch.plan(q, q, q, sinks=torch.ones(2)).op
     (name,) = [name for name, _ in op.operands]
-    with pytest.raises(BackendError, match="no BatchAttentionWithAttentionSinkWrapper; sinks need 0.4"):
+    with pytest.raises(BackendError, match=r"no BatchAttentionWithAttentionSinkWrapper; sinks need 0\.4"):
         OnCpu(library=object()).compile(op).run(q, q, q, {name: torch.ones(2)})
 
 

@@ -66,7 +66,7 @@ ARROWS: dict[str, set[str]] = {
     "torch_op": {"errors", "ir", "state", "variants"},
     "capture": {"errors", "ir", "context", "passes", "plan", "yaml_text"},
     "select": {"errors", "ir", "shapes", "tracing"},
-    "plugin": {"errors", "ir", "capability", "backend", "registry", "rewrites"},
+    "plugin": {"errors", "ir", "capability", "backend", "registry", "rewrites", "state"},
     "dispatch": {
         *(
             "errors",

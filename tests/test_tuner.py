@@ -20,13 +20,15 @@ from attn_dispatch.backend import Backend, Cost, Executable, Raw
 from attn_dispatch.capability import ALL_FEATURES, Capability, Limit
 from attn_dispatch.context import AUTOTUNE_MODES
 from attn_dispatch.errors import FallbackWarning, NoBackendError, NotTunedError, StoreWarning
-from attn_dispatch.ir.atoms import Causal
+from attn_dispatch.ir.atoms import Causal, Columns, KeyLengths
+from attn_dispatch.ir.masks import And
 from attn_dispatch.ir.ops import AttentionOp, Outputs
+from attn_dispatch.ir.scores import Alibi
 from attn_dispatch.ir.tensors import Ref, TensorDesc
 from attn_dispatch.ir.weights import Softmax
 from attn_dispatch.registry import Registry
-from attn_dispatch.selection import tuned
-from attn_dispatch.selection.gate import run_gate
+from attn_dispatch.selection import lock, tuned
+from attn_dispatch.selection.gate import crops, run_gate
 from attn_dispatch.selection.pins import Pin, Pins, When
 from attn_dispatch.selection.samples import KINDS, make_sample
 from attn_dispatch.selection.store import Entry, Record, Store
@@ -58,7 +60,8 @@ class Toy(Backend):
             raw = reference.attention(op, q, k, v, t)
             if self.spoil is not None:
                 raw = self.spoil(op, q, k, v, t, raw) or raw
-            return raw if op.outputs.lse or op.outputs.weights else raw.out
+            wanted = op.outputs.lse or op.outputs.weights or op.outputs.state
+            return raw if wanted else raw.out
 
         return Executable(run)
 
@@ -90,6 +93,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
         monkeypatch.setattr("attn_dispatch.plan.current_pins", lambda: pins or Pins())
         monkeypatch.setattr("attn_dispatch.report.current_pins", lambda: pins or Pins())
         monkeypatch.setattr("attn_dispatch.selection.pins.current_pins", lambda: pins or Pins())
+        monkeypatch.setattr(lock, "current_pins", lambda: pins or Pins())
         monkeypatch.setattr("attn_dispatch.selection.ranks.Session", lambda: Session(QUICK))
         return tuned.store()
 
@@ -158,6 +162,10 @@ def no_gradient(op, q, k, v, t, raw):
     return Raw(raw.out + 0.1 * (v.mean() - v.mean().detach()), raw.lse)
 
 
+def no_gradient_of_query(op, q, k, v, t, raw):
+    return Raw(raw.out + 0.1 * (q.mean() - q.mean().detach()), raw.lse)
+
+
 def half_precision(op, q, k, v, t, raw):
     return Raw(raw.out.bfloat16().float(), raw.lse)
 
@@ -166,7 +174,48 @@ def wrong_shape(op, q, k, v, t, raw):
     return Raw(raw.out[:, :1], raw.lse)
 
 
-LIES = {
+def other_weights(op, q, k, v, t, raw):
+    return Raw(raw.out, raw.lse, raw.weights.roll(1, -1))
+
+
+def no_weights(op, q, k, v, t, raw):
+    return Raw(raw.out, raw.lse)
+
+
+def lse_without_a_graph(op, q, k, v, t, raw):
+    return Raw(raw.out, raw.lse.detach())
+
+
+def wrong_gradient_of_lse(op, q, k, v, t, raw):
+    return Raw(raw.out, 2 * raw.lse - raw.lse.detach())
+
+
+def without_dropout(op, q, k, v, t, raw):
+    return reference.attention(op.with_(dropout_p=0.0), q, k, v, t)
+
+
+def dropped_and_not_scaled(op, q, k, v, t, raw):
+    return Raw(raw.out * (1 - op.dropout_p), raw.lse)
+
+
+def the_same_draw_each_time(op, q, k, v, t, raw):
+    torch.manual_seed(0)
+    return reference.attention(op, q, k, v, t)
+
+
+def backward_without_dropout(op, q, k, v, t, raw):
+    plain = without_dropout(op, q, k, v, t, raw).out
+    return Raw(plain + (raw.out - plain).detach(), raw.lse)
+
+
+def lse_after_dropout(op, q, k, v, t, raw):
+    return Raw(raw.out, raw.lse + (op.dropout_p > 0))
+
+
+DROPOUT: dict[str, Any] = {"dropout_p": 0.25}
+GRAD: dict[str, Any] = {"grad": ("query", "key", "value")}
+GRAD_LSE = GRAD | {"outputs": Outputs(lse=True)}
+LIES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a dropped scale": (no_scale, {}, "out is"),
     "a mask off by one": (mask_off_by_one, {}, "out is"),
     "a wrong lse": (no_lse, {"outputs": Outputs(lse=True)}, "lse is"),
@@ -176,6 +225,16 @@ LIES = {
     "a wrong gradient": (no_gradient, {"grad": ("query", "key", "value")}, "gradient of value"),
     "a lower precision": (half_precision, {}, "out is"),
     "a wrong shape": (wrong_shape, {}, "out has shape"),
+    "weights of other keys": (other_weights, {"outputs": Outputs(weights=True)}, "weights is"),
+    "no weights": (no_weights, {"outputs": Outputs(weights=True)}, "weights have shape None"),
+    "an lse without a graph": (lse_without_a_graph, GRAD_LSE, "gradient of query"),
+    "a wrong gradient of the lse": (wrong_gradient_of_lse, GRAD_LSE, "gradient of query"),
+    "dropout ignored": (without_dropout, DROPOUT, "dropout_p 0.25 is ignored"),
+    "dropout without its scale": (dropped_and_not_scaled, DROPOUT, "the mean of"),
+    "one draw for ever": (the_same_draw_each_time, DROPOUT, "the mean of"),
+    "dropout in the forward alone": (backward_without_dropout, DROPOUT | GRAD, "the backward drops other weights"),
+    "an lse that dropout changes": (lse_after_dropout, DROPOUT | {"outputs": Outputs(lse=True)}, "lse is"),
+    "a wrong gradient beside dropout": (no_gradient_of_query, DROPOUT | GRAD, "gradient of query"),
 }
 
 
@@ -211,6 +270,112 @@ def test_large_problems_are_checked_at_their_own_size_row_by_row():
 
     op = op_of(2048, 2048)
     assert "rows 0 to 8" in run_gate("liar", op, registry_of(Toy("liar", spoil=only_large))).problem
+
+
+class Multiples(Toy):
+    """Takes multiples of 64 alone, as kernels without masked tails do."""
+
+    capabilities = (replace(Toy.capabilities[0], limits=(Limit("Sq", multiple_of=64), Limit("Skv", multiple_of=64))),)
+
+
+class LongAlone(Toy):
+    """Declines fewer than 2048 keys, so that no cut of an op fits it."""
+
+    capabilities = (replace(Toy.capabilities[0], limits=(Limit("Skv", minimum=2048),)),)
+
+
+def wide_op(b: int, h: int, sq: int, skv: int, **changes: Any) -> AttentionOp:
+    q, k = (TensorDesc((b, h, n, 8), "float32") for n in (sq, skv))
+    return AttentionOp(q, k, k, scale=8**-0.5, **changes)
+
+
+def test_a_problem_that_is_large_by_its_batch_is_cut_in_its_batch():
+    """B 64, S 50 had no cut at all: neither gradients nor large logits were looked at."""
+    op = wide_op(64, 8, 50, 50, mask=Causal(), grad=("query", "key", "value"))
+    assert [(small.B, small.Sq, small.Skv) for small in crops(op)] == [(3, 50, 50)]
+    problem = run_gate("liar", op, registry_of(Toy("liar", spoil=no_gradient))).problem
+    assert "gradient of value" in problem
+
+
+@pytest.mark.parametrize(
+    ("op", "lengths"),
+    [
+        (wide_op(1, 2, 2048, 2048), {(61, 61), (128, 128)}),
+        (wide_op(8, 64, 1, 4096), {(1, 61), (1, 128)}),
+        (wide_op(1, 2, 1024, 4096), {(61, 80), (128, 192)}),  # the longer side stays longer
+        (wide_op(4, 64, 100, 100), {(61, 61), (100, 100)}),
+    ],
+)
+def test_problems_are_cut_to_a_length_that_nothing_tiles_by_and_to_one_that_everything_does(op, lengths):
+    found = list(crops(op))
+    assert {(small.Sq, small.Skv) for small in found} == lengths
+    assert {small.B for small in found} == {min(op.B, 3)}
+
+
+def test_a_backend_for_multiples_of_64_alone_is_cut_and_not_waved_through():
+    op = op_of(2048, 2048, mask=Causal(), grad=("query", "key", "value"))
+    assert "gradient of value" in run_gate("liar", op, registry_of(Multiples("liar", spoil=no_gradient))).problem
+    assert run_gate("honest", op, registry_of(Multiples("honest"))).problem == ""
+
+
+def test_operands_are_cut_by_what_they_are_and_not_by_a_size_that_happens_to_be_equal():
+    lengths, slopes = TensorDesc((64,), "int64"), TensorDesc((64,), "float32")
+    columns = TensorDesc((64, 64), "bool")
+    op = wide_op(
+        64, 64, 64, 64,
+        mask=And.of(KeyLengths(Ref("lengths")), Columns(Ref("columns"))), score=(Alibi(Ref("slopes")),),
+        operands=(("columns", columns), ("lengths", lengths), ("slopes", slopes)),
+    )  # fmt: skip
+    small = next(crops(op))
+    shapes = {name: desc.shape for name, desc in small.operands}
+    assert (small.B, small.Hq, small.Sq, small.Skv) == (3, 64, 61, 61)
+    assert shapes == {"columns": (3, 61), "lengths": (3,), "slopes": (64,)}
+    assert op.resized(2, 64, 9).operand("columns").shape == (2, 9)
+
+
+def doubled_gradient(op, q, k, v, t, raw):
+    return Raw(2 * raw.out - raw.out.detach(), raw.lse)
+
+
+@pytest.mark.parametrize("lie", [None, doubled_gradient])
+def test_what_no_cut_fits_is_compared_whole_while_that_can_be_afforded(lie):
+    op = op_of(8, 2100, grad=("query", "key", "value"))
+    big = op.with_(query=op.query.with_shape(1, 64, 8, 8), key=op.key.with_shape(1, 64, 2100, 8))
+    big = big.with_(value=big.key)
+    assert big.B * big.Hq * big.Sq * big.Skv > 1 << 20
+    verdict = run_gate("toy", big, registry_of(LongAlone("toy", spoil=lie)))
+    assert ("gradient of query" in verdict.problem) is (lie is not None)
+    assert "grad" in verdict.errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"grad": ("query",)}, "the gradients cannot be compared"),
+        ({"dropout_p": 0.5}, "the dropout cannot be compared"),
+    ],
+)
+def test_what_cannot_be_compared_is_not_called_verified(changes, words, monkeypatch):
+    monkeypatch.setattr("attn_dispatch.selection.gate._AFFORDABLE", 1 << 20)
+    entry = tune(op_of(16, 40_000, **changes), registry_of(LongAlone("toy", 1), Toy("eager", 2)), Session(QUICK))
+    record = entry.record("toy")
+    assert record is not None
+    assert (record.status, record.median_us) == ("unverified", None)
+    assert words in record.note
+    assert entry.ranking == ("eager",)
+
+
+def test_what_needs_no_gradient_is_verified_by_its_rows():
+    assert run_gate("toy", op_of(64, 16384), registry_of(LongAlone("toy"))).problem == ""
+
+
+@pytest.mark.parametrize("p", [0.01, 0.5, 1.0])
+def test_honest_dropout_passes_and_moves_no_random_state(p):
+    state = torch.get_rng_state()
+    verdict = run_gate("toy", op_of(mask=Causal(), dropout_p=p), registry_of(Toy("toy")))
+    assert verdict.problem == ""
+    assert "dropout" in verdict.errors
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # --- choosing -------------------------------------------------------------------------------------------------------

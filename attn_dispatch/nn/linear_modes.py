@@ -54,7 +54,7 @@ def attend(
         raise InputError(f"mode={mode!r} goes through the tokens in order, so it needs is_causal=True")
     if mode == "parallel":
         options["backend"] = "eager"
-    elif mode == "chunk":
+    elif mode == "chunk" and q.shape[2]:  # of nothing there are no chunks
         options["backend"] = "linear"
     t = q.shape[2]
     if step is not None and t != k.shape[2]:

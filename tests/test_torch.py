@@ -634,3 +634,22 @@ def test_the_linear_variants_run_inside_a_compiled_graph():
         torch._dynamo.reset()
         compiled = torch.compile(module, backend="eager", fullgraph=True)
         torch.testing.assert_close(compiled(q, k), module(q, k))
+
+
+@pytest.mark.parametrize("how", ["eager", "compiled", "exported"])
+def test_a_variant_that_is_none_is_named_however_the_call_runs(how):
+    """Inside a graph it was taken for softmax."""
+
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v):
+            return dispatch.attention(q, k, v, variant="linear", enable_gqa=True, window=(2, 0))
+
+    layer, inputs = Layer(), tuple(qkv())
+    calls = {
+        "eager": lambda: layer(*inputs),
+        "compiled": lambda: torch.compile(layer, backend="eager")(*inputs),
+        "exported": lambda: torch.export.export(layer, inputs),
+    }
+    with pytest.raises(Exception, match="variant") as caught:  # noqa: PT011 - Dynamo wraps it in errors of its own
+        calls[how]()
+    assert "linear" in str(caught.value) or "str" in str(caught.value)

@@ -506,43 +506,87 @@ def test_one_of_ours_that_raises_is_a_record():
 # --- nothing is disturbed ---------------------------------------------------------------------------------------------
 
 
-def test_tuning_leaves_everything_as_it_was(install):
-    install(Toy("one", 1), Toy("two", 2))
+def draws(op, q, k, v, t, raw):
+    torch.rand(3)
+
+
+def seeds(op, q, k, v, t, raw):
+    torch.manual_seed(0)
+
+
+def sets_threads(op, q, k, v, t, raw):
+    torch.set_num_threads(torch.get_num_threads() % 3 + 1)
+
+
+def fills_grad(op, q, k, v, t, raw):
+    with torch.enable_grad():
+        x = q.detach().requires_grad_()
+        x.square().sum().backward()
+
+
+@pytest.mark.parametrize("rude", [None, draws, seeds, sets_threads, fills_grad])
+def test_tuning_leaves_everything_as_it_was(rude, install):
+    """The candidates that do not run the call, but are measured, change what they can."""
+    changed: list[int] = []
+
+    def touch(*args: Any) -> None:
+        changed.append(torch.get_num_threads())
+        rude(*args)
+
+    install(Toy("liked", 1, touch if rude else None), Toy("fast", 2))
     q, k, v = (x().requires_grad_() for _ in range(3))
     q.grad = torch.ones_like(q)
     kept = [t.detach().clone() for t in (q, k, v)]
     torch.manual_seed(3)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    with dispatch.use(autotune="on"):
-        dispatch.attention(q, k, v, dropout_p=0.0)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.get_num_threads() == threads
+    try:
+        with dispatch.use(autotune="on"):
+            made = dispatch.plan(q, k, v, dropout_p=0.0)
+        assert made.name == "fast"
+        assert bool(changed) is (rude is not None)
+        assert rude is not sets_threads or len(set(changed)) > 1
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(threads)
     assert all(torch.equal(a.detach(), b) for a, b in zip((q, k, v), kept, strict=True))
     assert torch.equal(q.grad, torch.ones_like(q))
     assert k.grad is None
 
 
+def notes(seen: list[tuple[bool, ...]]) -> Callable[..., None]:
+    """A toy's spoil that writes down what it finds around it."""
+
+    def look(op, q, k, v, t, raw):
+        product = (q.detach() @ k.detach().transpose(-1, -2)).dtype
+        seen.append((product == q.dtype, torch.is_inference_mode_enabled(), raw.out.device == q.device))
+
+    return look
+
+
 @pytest.mark.parametrize("around", ["inference_mode", "default dtype", "default device", "replace_sdpa", "autocast"])
 def test_tuning_works_whatever_is_set_around_it(around, install):
-    store = install(Toy("one", 1), Toy("two", 2))
+    seen: list[tuple[bool, ...]] = []
+    store = install(Toy("liked", 1), Toy("fast", 2, notes(seen)))
     q = x()
     scopes = {
         "inference_mode": torch.inference_mode,
         "default device": lambda: torch.device("meta"),
         "replace_sdpa": dispatch.replace_sdpa,
-        "autocast": lambda: torch.autocast("cpu", enabled=False),
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
         "default dtype": torch.no_grad,
     }
     if around == "default dtype":
         torch.set_default_dtype(torch.float64)
     try:
         with scopes[around](), dispatch.use(autotune="on"):
-            dispatch.attention(q, q, q)
+            assert dispatch.plan(q, q, q).name == "fast"
     finally:
         torch.set_default_dtype(torch.float32)
     ((_, entry),) = store.entries()
     assert isinstance(entry, Entry)
     assert {r.status for r in entry.records} == {"ok"}
+    assert set(seen) == {(True, False, True)}  # no autocast, no inference mode, no other device reaches a candidate
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -688,6 +732,91 @@ def test_a_pin_that_cannot_run_falls_to_what_was_measured_and_says_so_once(insta
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert chosen(x(23)) == ("two", "tuned")
+
+
+def test_what_is_barred_by_name_stays_barred_at_a_shape_where_more_can_run(install):
+    """What is barred was told by the refusals at one shape: what declines that shape has another reason there, stayed in
+    the ranking, and ran at the next shape."""
+    pins = Pins((Pin(When(), avoid=("small",), where="pins.yaml:3"),))
+    store = install(Small("small", 9), Toy("one", 1), Toy("two", 2), pins=pins)
+    store.put(entry_for(described(x(10)), "small", "two", "one"))
+    with dispatch.use(autotune="cached"):
+        assert chosen(x(14)) == ("two", "tuned")  # small declines it
+        assert chosen(x(10)) == ("two", "tuned")  # and here it is barred
+        assert chosen(x(16)) == ("two", "tuned")
+
+
+def test_tuning_that_fails_is_a_warning_and_the_call_goes_on(install, monkeypatch):
+    install(Toy("liked", 1), Toy("fast", 2))
+
+    def broken(*_args: Any) -> Entry:
+        raise RuntimeError("the clock stopped")
+
+    monkeypatch.setattr("attn_dispatch.selection.ranks.tune", broken)
+    with dispatch.use(autotune="on"):
+        with pytest.warns(
+            StoreWarning, match="tuning failed, so the estimate decides: RuntimeError: the clock stopped"
+        ):
+            assert chosen(x()) == ("liked", "heuristic")
+        dispatch.attention(x(), x(), x())
+
+
+def test_the_slow_ones_keep_their_place_behind_those_that_were_measured_twice():
+    """Times of two sessions were compared: the first rounds of the slow with the last rounds of the fast."""
+    far = {"slow": timing(50.0), "slower": timing(70.0)}
+    ranking, why = choose(["slow", "slower", "a", "b"], {"a": timing(60.0), "b": timing(30.0)}, far)
+    assert ranking == ("b", "a", "slow", "slower")
+    assert why == "30 us, 2.00x faster than a"
+    assert choose(["slow", "b"], {"b": timing(10.0)}, {"slow": timing(50.0)}) == (
+        ("b", "slow"),
+        "10 us, 5.00x faster than slow",
+    )
+
+
+def test_a_busy_machine_does_not_keep_a_choice_that_loses_by_a_fifth():
+    """The spread of single rounds grows with noise; that of their median falls with their number."""
+    noise = [0.8, 1.0, 1.2, 0.85, 1.15, 0.9, 1.1, 1.0, 1.0, 0.95, 1.05] * 4
+    slow = timing(120.0, 40.0, *(120.0 * n for n in noise))
+    fast = timing(100.0, 40.0, *(100.0 * n for n in noise[::-1]))
+    assert choose(["slow", "fast"], {"slow": slow, "fast": fast})[0][0] == "fast"
+
+
+def test_an_entry_that_ships_with_the_package_and_is_stale_is_not_complained_of(install, monkeypatch):
+    """Nobody here asked for it."""
+    install(Toy("one", 1), Toy("two", 2, version="2"))
+    op = described(x())
+    ranking = entry_for(op, "two", "one")
+    for shipped in (True, False):
+        entry = lock.LockEntry(op.bucketed(), ("two", "one"), ranking.records, "", "shipped.yaml:3", shipped)
+        monkeypatch.setattr(lock, "locked", lambda entry=entry: (entry,))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with dispatch.use(autotune="cached"):
+                assert dispatch.explain(x(), x(), x()).source == "heuristic"
+        assert [w.category for w in said] == ([] if shipped else [StoreWarning])
+
+
+def test_explain_decides_as_a_call_does_for_the_bucket_and_then_at_the_shape(install):
+    """It decided at the shape alone, and so named another candidate where the bucket's first runs here too."""
+
+    class Steep(Toy):
+        """Cheap for short keys, dear for long ones."""
+
+        def estimate(self, op: AttentionOp) -> Cost:
+            return Cost(launches=1.0 if op.Skv <= 20 else 100.0)
+
+    install(Steep("steep"), Toy("flat", 10))
+    q = x(18)  # the bucket is 32, where steep is dear
+    assert chosen(q) == ("flat", "heuristic")
+    assert dispatch.explain(q, q, q).chosen == "flat"
+
+
+def test_explain_says_what_a_call_would_raise_when_a_miss_is_an_error(install):
+    install(Toy("one", 1))
+    with dispatch.use(autotune="assert"):
+        report = dispatch.explain(x(), x(), x())
+    assert report.chosen == ""
+    assert "autotune='assert', and nothing usable was measured" in report.error
 
 
 # --- a winner that is gone, declines or is stale ----------------------------------------------------------------------

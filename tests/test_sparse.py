@@ -19,8 +19,8 @@ from transformers import BigBirdConfig, LongformerConfig
 from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention, BigBirdModel
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention as HFLongformer
 
-from attn_dispatch.backends.flex import _names_over_keys
 from attn_dispatch import InputError, NoBackendError, dispatch, masks
+from attn_dispatch.backends.flex import _names_over_keys
 from attn_dispatch.nn import LongformerSelfAttention
 from attn_dispatch.nn.longformer import longformer_untied
 from attn_dispatch.registry import current

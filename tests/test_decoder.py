@@ -448,7 +448,7 @@ def test_documents_that_do_not_add_up_are_named():
     x = torch.zeros(1, 2, 9, 8)
     with pytest.raises(InputError, match="its segments add up to 8 queries, there are 9"):
         dispatch.attention(x, x, x, attn_mask=masks.documents([0, 4, 8]))
-    with pytest.raises(ValueError, match="equally many documents"):
+    with pytest.raises(ValueError, match="must be equally many"):
         masks.documents([0, 4, 9], [0, 9])
 
 

@@ -214,7 +214,7 @@ def describe_traced(
         whole = whole & atom(Ref(name)) if name in tensors else whole
     if "bias" in tensors:
         score.append(Alibi(Ref("bias")) if len(tensors["bias"].shape) == 1 else Bias(Ref("bias")))
-    # as the frontend resolves it, but for any lengths: what has positions counts from the last key, is_causal from key 0
+    # as the frontend resolves it, for any lengths: what has positions counts from the last key, is_causal from key 0
     decays = weight is not None and getattr(weight, "decay", None) is not None
     positional = whole.positional or decays or any(isinstance(term, Alibi) for term in score)
     offset: int | str | Ref = END if positional and not is_causal else 0

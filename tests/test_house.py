@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "context": {"errors", "settings"},
     "selection": {
         *("errors", "ir", "budgets", "device", "settings", "capability", "backend", "registry", "rewrites", "passes"),
-        *("reference", "yaml_text"),
+        *("reference", "state", "yaml_text"),
     },
     "yaml_text": set(),
     "plan": {

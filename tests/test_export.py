@@ -141,7 +141,7 @@ def test_the_contrib_form_decodes_one_sequence(window, tmp_path):
 
 
 def test_a_module_of_ours_with_padding(tmp_path):
-    module = nn.MultiheadAttention(32, 4).eval()
+    module = nn.MultiheadAttention(32, 4, batch_first=True).eval()
 
     class Padded(torch.nn.Module):
         def __init__(self) -> None:
@@ -149,7 +149,7 @@ def test_a_module_of_ours_with_padding(tmp_path):
             self.attend = module
 
         def forward(self, x, lengths):
-            return self.attend(x, key_lengths=lengths)
+            return self.attend(x, lengths=lengths)
 
     given = (torch.randn(3, 6, 32), torch.tensor([6, 2, 4]))
     shapes = ({0: "batch", 1: "seq"}, {0: "batch"})
@@ -182,8 +182,8 @@ def test_a_decoder_of_transformers_prefills_and_decodes(implementation, tmp_path
     assert [call.layer for call in report.calls] == [f"model.model.layers.{i}.self_attn" for i in range(2)]
     sizes = [dict(check.sizes) for check in report.checks if not check.skipped]
     assert {size["past"] for size in sizes} >= {0, 1, 4}
-    # the mask is made once for all layers
-    assert report.calls[1].nodes == {"Attention": 1}
+    # the mask is made once for all layers; laying it out for the kernel is all that may be repeated
+    assert set(report.calls[1].nodes) <= {"Attention", "Shape", "Concat", "Expand"}
 
 
 def test_attention_outside_the_dispatcher_is_named(tmp_path):

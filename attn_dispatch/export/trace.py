@@ -35,12 +35,14 @@ class TracedCall:
     Args:
         op: described without looking at lengths; sizes are those of the example. layer: the module that made it.
         names: of the op's operands, in the order of the node's inputs behind query, key and value.
+        dims: sizes of all inputs; a dynamic one is an expression of torch's symbols, the same text for the same size.
         backend: what the call asked for.
     """
 
     op: AttentionOp
     layer: str
     names: tuple[str, ...]
+    dims: tuple[tuple[int | str, ...], ...] = ()
     backend: Any = None
 
 
@@ -109,7 +111,8 @@ def _described(node: torch.fx.Node, tensors: Sequence[Any], spec: str) -> Traced
         _desc(query), _desc(key), _desc(value), descs, mask=parse_mask(mask) if mask else None,
         weight=_weight(names, options["linear"]), **kept,
     )  # fmt: skip
-    return TracedCall(op, _layer(node), names, backend)
+    dims = tuple(tuple(_dim(size) for size in x.meta["val"].shape) for x in (query, key, value, *others))
+    return TracedCall(op, _layer(node), names, dims, backend)
 
 
 def _weight(names: Sequence[str], linear: tuple[str, float | None] | None) -> Linear | None:
@@ -126,6 +129,10 @@ def _desc(node: torch.fx.Node) -> TensorDesc:
     """A traced tensor at the example's sizes."""
     x = node.meta["val"]
     return TensorDesc(tuple(_hint(size) for size in x.shape), dtype_name(x.dtype), x.device.type)
+
+
+def _dim(size: int | torch.SymInt) -> int | str:
+    return size if isinstance(size, int) else str(size.node.expr)
 
 
 def _hint(size: int | torch.SymInt) -> int:

@@ -18,11 +18,12 @@ from attn_dispatch.capability import ALL_FEATURES, Capability, Limit, Reason
 from attn_dispatch.errors import BackendError
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.tensors import TensorDesc
+from attn_dispatch.ir.weights import Linear
+from attn_dispatch.state import LinearState
 
 __all__ = ["OnnxRuntime", "form_for", "installed"]
 
 _NEVER = {"dropout", "grad", "grad:operands", "grad:lse", "higher_order", "traced", "empty"}
-_NEVER |= {"weight:Linear", "decay", "state:in", "state:out"}
 _ONES = tuple(Limit(name, minimum=1) for name in ("B", "Hq", "Sq", "Skv", "D", "Dv"))
 _OPSET = 24
 _DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
@@ -36,7 +37,6 @@ class OnnxRuntime(Backend):
     hints = {  # noqa: RUF012
         "grad": "it runs forward only",
         "dropout": 'backend="sdpa_math"',
-        "weight:Linear": 'backend="linear"',
     }
     capabilities = (
         Capability(
@@ -86,7 +86,9 @@ class OnnxRuntime(Backend):
         runner = make_runner(model, op.device, input_names(op), output_names(op))
         acc = torch.float64 if op.dtype == "float64" else torch.float32
         names = [name for name, _ in op.operands]
-        lse, weights = op.outputs.lse, op.outputs.weights
+        lse, weights, state = op.outputs.lse, op.outputs.weights, op.outputs.state
+        with_decay = isinstance(op.weight, Linear) and op.weight.decay is not None
+        with_sum = isinstance(op.weight, Linear) and op.weight.normalizer_eps is not None
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
             rows = q.shape[:3]
@@ -94,10 +96,17 @@ class OnnxRuntime(Backend):
             results = [q.new_empty((*rows, v.shape[3]))]
             results += [q.new_empty(rows, dtype=acc)] if lse else []
             results += [q.new_empty((*rows, k.shape[2]))] if weights else []
-            runner(given, results)
-            if not (lse or weights):
+            carried: list[torch.Tensor] = []
+            if state:
+                sizes = (rows[0], rows[1] if with_decay else k.shape[1], q.shape[3])
+                carried = [q.new_empty((*sizes, v.shape[3]), dtype=acc)]
+                carried += [q.new_empty(sizes, dtype=acc)] if with_sum else []
+                carried += [q.new_empty(rows[:1], dtype=torch.int64)]
+            runner(given, [*results, *carried])
+            if not (lse or weights or state):
                 return results[0]
-            return Raw(results[0], results[1] if lse else None, results[-1] if weights else None)
+            after = LinearState(carried[0], carried[1] if with_sum else None, carried[-1]) if state else None
+            return Raw(results[0], results[1] if lse else None, results[-1] if weights else None, after)
 
         return Executable(run)
 

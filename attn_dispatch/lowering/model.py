@@ -26,7 +26,7 @@ def output_names(op: AttentionOp) -> list[str]:
     """The outputs of `build_model`'s model, in order."""
     outputs = [name for name in ("lse", "weights") if getattr(op.outputs, name)]
     if op.outputs.state:
-        outputs += ["state", *(["state_z"] if _has_z(op) else []), "state_length"]
+        outputs += ["present_state", *(["present_state_z"] if _has_z(op) else []), "present_state_length"]
     return ["out", *outputs]
 
 
@@ -84,9 +84,9 @@ def _named(results: Results, op: AttentionOp, nodes: Nodes) -> list[Value]:
         "out": (op.dtype, ("B", op.Hq, "Sq", op.Dv)),
         "lse": (acc, ("B", op.Hq, "Sq")),
         "weights": (op.dtype, ("B", op.Hq, "Sq", "Skv")),
-        "state": (acc, ("B", None, op.D, op.Dv)),
-        "state_z": (acc, ("B", None, op.D)),
-        "state_length": ("int64", ("B",)),
+        "present_state": (acc, ("B", None, op.D, op.Dv)),
+        "present_state_z": (acc, ("B", None, op.D)),
+        "present_state_length": ("int64", ("B",)),
     }
     outputs = []
     for name, value in zip(output_names(op), results.flat(), strict=True):

@@ -72,18 +72,27 @@ class OnnxRuntime(Backend):
         from attn_dispatch.backends.ort_probes import verdicts
         from attn_dispatch.backends.ort_sessions import runtime
 
-        target = form_for(op)
+        target = self.target_for(op)
         said = "; ".join(str(verdict).partition(" (")[0] for verdict in verdicts(op.device))
         return [f"{self.name}: {target.form} form at opset {target.opset} on {runtime(op.device)}; probes: {said}"]
+
+    def target_for(self, op: AttentionOp) -> Any:
+        """What `compile` lowers an op for, a `lowering.target.Target`."""
+        return form_for(op)
+
+    def runner_for(self, op: AttentionOp, model: bytes) -> Any:
+        """``run(inputs, outputs)`` of an op's model."""
+        from attn_dispatch.backends.ort_sessions import make_runner
+        from attn_dispatch.lowering.model import input_names, output_names
+
+        return make_runner(model, op.device, input_names(op), output_names(op))
 
     def compile(self, op: AttentionOp) -> Executable:
         import onnx_ir
 
-        from attn_dispatch.backends.ort_sessions import make_runner
-        from attn_dispatch.lowering.model import build_model, input_names, output_names
+        from attn_dispatch.lowering.model import build_model
 
-        model = onnx_ir.to_proto(build_model(op, form_for(op))).SerializeToString()
-        runner = make_runner(model, op.device, input_names(op), output_names(op))
+        runner = self.runner_for(op, onnx_ir.to_proto(build_model(op, self.target_for(op))).SerializeToString())
         acc = torch.float64 if op.dtype == "float64" else torch.float32
         names = [name for name, _ in op.operands]
         lse, weights, state = op.outputs.lse, op.outputs.weights, op.outputs.state
@@ -131,7 +140,8 @@ def form_for(op: AttentionOp) -> Any:
     from attn_dispatch.lowering.forms import reasons_against
     from attn_dispatch.lowering.target import Target
 
-    targets = [Target(form, _OPSET, proven(op.device), str(runtime(op.device))) for form in ("standard", "decomposed")]
+    forms = ("contrib", "standard", "decomposed") if isinstance(op.weight, Linear) else ("standard", "decomposed")
+    targets = [Target(form, _OPSET, proven(op.device), str(runtime(op.device))) for form in forms]
     for target in targets:
         if not reasons_against(op, target):
             return target

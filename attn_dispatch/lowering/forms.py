@@ -11,18 +11,21 @@ standard        Attention of opset 23 or 24. Masks by attribute (`is_causal`), b
 decomposed      MatMul, Softmax and what is between, opset 18 and newer. GQA folds the group into query rows, so no key
                 is repeated; sums in float32; empty rows are 0
 contrib         com.microsoft, see `contrib`
-function        the decomposed form as the body of a function of the domain ``attn_dispatch``
+function        the decomposed form as the body of a function of the domain ``attn_dispatch``, see `function`
 ==============  ===================================================================================================
+
+The linear family has its own page, `linear`, for all forms; key selection is `select`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from attn_dispatch.capability import Reason
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.weights import Linear
-from attn_dispatch.lowering import contrib, decomposed, linear, standard
+from attn_dispatch.lowering import contrib, decomposed, function, linear, standard
 from attn_dispatch.lowering.masks import KNOWN_ATOMS
 from attn_dispatch.lowering.nodes import Nodes, Value
 from attn_dispatch.lowering.parts import Call, Results
@@ -41,9 +44,7 @@ def reasons_against(op: AttentionOp, target: Target) -> list[Reason]:
         if type(atom) not in KNOWN_ATOMS:
             text = f"mask {type(atom).__name__} has no ONNX form"
             reasons.append(Reason("feature", atom.feature, str(atom), "the masks of attn_dispatch.masks", text=text))
-    if isinstance(op.weight, Linear):
-        return reasons + linear.reasons_against(op, target)
-    return reasons + _SOFTMAX[target.form].reasons_against(op, target)
+    return reasons + _form(op, target).reasons_against(op, target)
 
 
 def lower(op: AttentionOp, inputs: tuple[Value, Value, Value], operands: Mapping[str, Value], nodes: Nodes,
@@ -60,10 +61,12 @@ def lower(op: AttentionOp, inputs: tuple[Value, Value, Value], operands: Mapping
     Returns:
         The values of out ``[B, Hq, Sq, Dv]``, lse and weights, as the op wants them.
     """
-    call = Call(op, *inputs, operands, nodes, target)
-    if isinstance(op.weight, Linear):
-        return linear.lower(call)
-    return _SOFTMAX[target.form].lower(call)
+    results: Results = _form(op, target).lower(Call(op, *inputs, operands, nodes, target))
+    return results
 
 
-_SOFTMAX = {"standard": standard, "decomposed": decomposed, "contrib": contrib, "function": decomposed}
+def _form(op: AttentionOp, target: Target) -> Any:
+    """The module that lowers an op for a target."""
+    if isinstance(op.weight, Linear) and target.form != "function":
+        return linear
+    return {"standard": standard, "decomposed": decomposed, "contrib": contrib, "function": function}[target.form]

@@ -1,10 +1,10 @@
-"""The linear family in ONNX: the LinearAttention node of opset 27 where it says the same, plain operators elsewhere.
+"""The linear family in ONNX: a LinearAttention node where it says the same, plain operators elsewhere.
 
-The node computes the causal recurrence ``S <- exp(g) S + k v^T``, ``o = scale * q S`` over as many queries as keys. So
+The node, of ai.onnx from opset 27 on and of com.microsoft before, computes the causal recurrence ``S <- exp(g) S + k v^T``, ``o = scale * q S`` over as many queries as keys. So
 it expresses a causal mask over equal lengths, with whole rows and whole keys left out, a decay (as ``g = log(decay)``;
 a decay belongs to a query head, so keys are repeated to the query heads for it) and a state. A normaliser is one more
-column of values, all 1: its output is the sum of the weights, and its state is z. Everything else, and every op before
-opset 27, takes the quadratic form: scores, mask, powers of the decay, sum.
+column of values, all 1: its output is the sum of the weights, and its state is z. What it does not express takes the
+quadratic form: scores, mask, powers of the decay, sum; in the form ``contrib``, which is that node alone, it is refused.
 """
 
 from __future__ import annotations
@@ -21,20 +21,18 @@ from attn_dispatch.lowering.nodes import Value
 from attn_dispatch.lowering.parts import Call, Results, accumulated
 from attn_dispatch.lowering.target import Target
 
-__all__ = ["fits_node", "lower", "reasons_against"]
+__all__ = ["lower", "node_lacks", "reasons_against"]
 
 _OLDEST = 18
 _WITH_NODE = 27
+_CONTRIB = "com.microsoft"
 _KEY_PARTS = (Columns, KeyLengths, KeyRange)
 _ROW_PARTS = (QueryLengths, Rows)
 
 
 def reasons_against(op: AttentionOp, target: Target) -> list[Reason]:
     """Why an op of the linear family cannot be lowered for a target."""
-    reasons = []
-    if target.form == "contrib":
-        text = f"no {op.weight} in com.microsoft's operators that are used here"
-        reasons.append(Reason("feature", op.weight.feature, True, False, "form='standard' or 'decomposed'", text))
+    reasons = _against_contrib(op, target) if target.form == "contrib" else []
     if target.opset < _OLDEST:
         text = f"opset {target.opset}: the linear family needs {_OLDEST}"
         reasons.append(Reason("version", "opset", target.opset, f">= {_OLDEST}", f"opset={_OLDEST}", text))
@@ -46,24 +44,43 @@ def reasons_against(op: AttentionOp, target: Target) -> list[Reason]:
     return reasons
 
 
-def fits_node(op: AttentionOp) -> bool:
-    """Whether one LinearAttention node says what an op says, on a runtime that computes it rightly."""
+def _against_contrib(op: AttentionOp, target: Target) -> list[Reason]:
+    elsewhere = "form='standard' or 'decomposed'"
+    reasons = [
+        Reason("feature", field, True, False, elsewhere, f"no {text} in com.microsoft's LinearAttention")
+        for field, text in node_lacks(op)
+    ]
+    if "contrib_linear" not in target.proven:
+        text = f"com.microsoft's LinearAttention was not seen to be right on {target.runtime}"
+        reasons.append(Reason("version", "contrib_linear", False, True, elsewhere, text))
+    return reasons
+
+
+def node_lacks(op: AttentionOp) -> list[tuple[str, str]]:
+    """What an op asks that one LinearAttention node does not express, as pairs of a field and words; empty if none."""
     assert isinstance(op.weight, Linear)
     parts = _parts(op.mask)
-    causal = any(isinstance(part, Causal) for part in parts)
+    lacks = [("weights", "return_weights")] if op.outputs.weights else []
+    # the specification's own reference computes in float32, whatever its inputs are
+    lacks += [("dtype", "float64")] if op.dtype == "float64" else []
     known = all(isinstance(part, (Causal, *_KEY_PARTS, *_ROW_PARTS)) for part in parts)
-    square = op.Sq == op.Skv and (op.q_offset == 0 or op.q_offset == END)
+    if not known or not any(isinstance(part, Causal) for part in parts):
+        lacks.append(("mask", f"mask {op.mask}: causal, with keys and rows left out"))
+    if op.Sq != op.Skv or op.q_offset not in (0, END):
+        lacks.append(("q_offset", f"{op.Sq} rows at q_offset {op.q_offset} over {op.Skv} keys"))
     # the node's state fades once per key, padding included; ours once per key that counts
-    fades = op.weight.decay is not None and op.outputs.state and any(isinstance(part, KeyLengths) for part in parts)
-    return causal and known and square and not fades and not op.outputs.weights and op.dtype != "float64"
+    if op.weight.decay is not None and op.outputs.state and any(isinstance(part, KeyLengths) for part in parts):
+        lacks.append(("state:out", "state that stops fading at the key lengths"))
+    return lacks
 
 
 def lower(call: Call) -> Results:
     """One LinearAttention node, or the quadratic form with its state beside it."""
     target = call.target
-    if target.form == "standard" and target.opset >= _WITH_NODE and "linear_attention" in target.proven:
-        return _node(call) if fits_node(call.op) else _quadratic(call)
-    return _quadratic(call)
+    if target.form == "contrib":
+        return _node(call, _CONTRIB)
+    with_node = target.form == "standard" and target.opset >= _WITH_NODE and "linear_attention" in target.proven
+    return _node(call, "") if with_node and not node_lacks(call.op) else _quadratic(call)
 
 
 def _parts(mask: Mask) -> tuple[Mask, ...]:
@@ -273,7 +290,7 @@ def _length(call: Call, count: Value) -> Value:
 # --- the node --------------------------------------------------------------------------------------------------------
 
 
-def _node(call: Call) -> Results:
+def _node(call: Call, domain: str) -> Results:
     """One LinearAttention node on packed heads; see the top of this file for what it is told, and how."""
     op, n, weight = call.op, call.nodes, _weight(call)
     q, k, v = call.inputs("float32")
@@ -297,7 +314,7 @@ def _node(call: Call) -> Results:
     packed = [n("Reshape", n("Transpose", x, perm=[0, 2, 1, 3]), n.const([0, 0, -1])) for x in (phi_q, phi_k, v)]
     rule = "linear" if gate is None else "gated"
     attributes: dict[str, Any] = {"q_num_heads": op.Hq, "kv_num_heads": heads, "scale": scale, "update_rule": rule}
-    made = n("LinearAttention", *packed, _before(call), gate, outputs=2, **attributes)
+    made = n("LinearAttention", *packed, _before(call), gate, domain=domain, outputs=2, **attributes)
     out = n("Transpose", n("Reshape", made[0], n.const([0, 0, op.Hq, width])), perm=[0, 2, 1, 3])
     for part in _parts(op.mask):
         if isinstance(part, _ROW_PARTS):

@@ -64,7 +64,9 @@ def build_model(op: AttentionOp, target: Target) -> ir.Model:
     graph = ir.Graph(
         [*main.values(), *operands.values()], outputs, nodes=nodes.take(), opset_imports=nodes.domains, name="attention"
     )
-    NameFixPass()(model := ir.Model(graph, ir_version=_IR_VERSION, producer_name="attn_dispatch"))
+    functions = tuple(nodes.functions.values())
+    model = ir.Model(graph, ir_version=_IR_VERSION, producer_name="attn_dispatch", functions=functions)
+    NameFixPass()(model)
     return model
 
 

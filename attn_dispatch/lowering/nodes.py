@@ -30,6 +30,8 @@ class Nodes:
     So a mask that thirty layers share is computed once: sizes that carry the same symbol are the same value, and what
     is built from the same values is the same value again. Nodes must be inserted in the order in which they are made.
 
+    A model needs more than the nodes: ``domains``, what it must import, and ``functions``, by domain and name.
+
     Args:
         opset: version of the domain ``ai.onnx``.
     """
@@ -37,6 +39,7 @@ class Nodes:
     def __init__(self, opset: int) -> None:
         self.opset = opset
         self.domains: dict[str, int] = {"": opset}
+        self.functions: dict[tuple[str, str], ir.Function] = {}
         self._made: list[ir.Node] = []
         self._known: dict[Any, tuple[Value, ...]] = {}
 

@@ -62,7 +62,7 @@ ARROWS: dict[str, set[str]] = {
         *("capability", "complexity", "context", "errors", "frontend", "ir", "passes", "plan"),
         *("registry", "selection", "settings"),
     },
-    "tracing": {"errors", "ir", "context", "reference", "shapes", "variants"},
+    "tracing": {"errors", "ir", "context", "reference", "shapes", "state", "variants"},
     "torch_op": {"errors", "ir", "state", "variants"},
     "capture": {"errors", "ir", "context", "passes", "plan", "yaml_text"},
     "select": {"errors", "ir", "shapes", "tracing"},

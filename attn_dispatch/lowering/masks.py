@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from attn_dispatch.ir import atoms
@@ -19,12 +20,12 @@ __all__ = ["KNOWN_ATOMS", "Grid", "allowed", "key_columns"]
 
 @dataclass(frozen=True)
 class Grid:
-    """Positions: rows ``[Sq, 1]``, where they stand (``[B, 1, Sq, 1]`` with an offset each), keys ``[1, Skv]``.
+    """Positions of a call, made when a mask asks for them.
 
     Args:
         nodes: what makes the nodes.
         batch, sq, skv: sizes, int64 ``[1]``.
-        rows, queries, keys: int64.
+        offset: key position of query row 0: a number, ``"end"``, or the name of an operand ``[B]``.
         operands: values by name, with their ranks and dtypes.
     """
 
@@ -32,10 +33,7 @@ class Grid:
     batch: Value
     sq: Value
     skv: Value
-    rows: Value
-    queries: Value
-    keys: Value
-    per_batch: bool
+    offset: int | str | Ref
     operands: Mapping[str, tuple[Value, int, str]]
 
     @classmethod
@@ -50,16 +48,38 @@ class Grid:
     ) -> Grid:
         """The grid of an op."""
         known = {name: (operands[name], len(desc.shape), desc.dtype) for name, desc in op.operands}
-        rows = nodes("Unsqueeze", _range(nodes, sq), nodes.const([1]))
-        keys = nodes("Unsqueeze", _range(nodes, skv), nodes.const([0]))
-        per_batch = isinstance(op.q_offset, Ref)
-        if isinstance(op.q_offset, Ref):
-            value, _, dtype = known[op.q_offset.name]
-            shift = nodes("Reshape", nodes.cast(value, dtype, "int64"), nodes.const([-1, 1, 1, 1]))
+        return cls(nodes, batch, sq, skv, op.q_offset, known)
+
+    @property
+    def per_batch(self) -> bool:
+        """Whether each sequence has an offset of its own."""
+        return isinstance(self.offset, Ref)
+
+    @cached_property
+    def rows(self) -> Value:
+        """Query rows, int64 ``[Sq, 1]``."""
+        result: Value = self.nodes("Unsqueeze", _range(self.nodes, self.sq), self.nodes.const([1]))
+        return result
+
+    @cached_property
+    def keys(self) -> Value:
+        """Keys, int64 ``[1, Skv]``."""
+        result: Value = self.nodes("Unsqueeze", _range(self.nodes, self.skv), self.nodes.const([0]))
+        return result
+
+    @cached_property
+    def queries(self) -> Value:
+        """Where the query rows stand among the keys, int64 ``[Sq, 1]``; ``[B, 1, Sq, 1]`` with an offset each."""
+        n = self.nodes
+        if self.offset == 0:
+            return self.rows
+        if isinstance(self.offset, Ref):
+            value, _, dtype = self.operands[self.offset.name]
+            shift = n("Reshape", n.cast(value, dtype, "int64"), n.const([-1, 1, 1, 1]))
         else:
-            shift = nodes("Sub", skv, sq) if op.q_offset == END else nodes.const([int(op.q_offset)])
-        queries = rows if op.q_offset == 0 else nodes("Add", rows, shift)
-        return cls(nodes, batch, sq, skv, rows, queries, keys, per_batch, known)
+            shift = n("Sub", self.skv, self.sq) if self.offset == END else n.const([int(self.offset)])
+        result: Value = n("Add", self.rows, shift)
+        return result
 
     def resolve(self, operand: Operand) -> tuple[Value, int, str]:
         """The value of an operand, its rank and dtype."""

@@ -88,6 +88,8 @@ def place(model: ir.Model, calls: Sequence[TracedCall], targets: Sequence[Target
         raise ExportError("an attention call inside a branch or loop (torch.cond, while_loop) cannot be lowered")
     for domain, version in nodes.domains.items():
         model.opset_imports[domain] = opset if domain == "" else version
+    for function in nodes.functions.values():
+        model.functions[function.identifier()] = function
     if not any(n.domain == DOMAIN for n in model.graph.all_nodes()) and not model.functions:
         model.opset_imports.pop(DOMAIN, None)
     NameFixPass()(model)

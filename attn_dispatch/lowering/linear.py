@@ -1,10 +1,11 @@
 """The linear family in ONNX: a LinearAttention node where it says the same, plain operators elsewhere.
 
-The node, of ai.onnx from opset 27 on and of com.microsoft before, computes the causal recurrence ``S <- exp(g) S + k v^T``, ``o = scale * q S`` over as many queries as keys. So
-it expresses a causal mask over equal lengths, with whole rows and whole keys left out, a decay (as ``g = log(decay)``;
-a decay belongs to a query head, so keys are repeated to the query heads for it) and a state. A normaliser is one more
-column of values, all 1: its output is the sum of the weights, and its state is z. What it does not express takes the
-quadratic form: scores, mask, powers of the decay, sum; in the form ``contrib``, which is that node alone, it is refused.
+The node, of ai.onnx from opset 27 on and of com.microsoft before, computes the causal recurrence
+``S <- exp(g) S + k v^T``, ``o = scale * q S`` over as many queries as keys. So it expresses a causal mask over equal
+lengths, with whole rows and whole keys left out, a decay (as ``g = log(decay)``; a decay belongs to a query head, so
+keys are repeated to the query heads for it) and a state. A normaliser is one more column of values, all 1: its output
+is the sum of the weights, and its state is z. What it does not express takes the quadratic form: scores, mask, powers
+of the decay, sum; the form ``contrib`` is that node alone and refuses it.
 """
 
 from __future__ import annotations
@@ -232,7 +233,7 @@ def _kept(call: Call) -> tuple[Value | None, Value | None]:
 
 def _state(call: Call, phi_k: Value, v: Value, acc: str) -> tuple[Value, ...]:
     """S ``[B, H, D, Dv]``, z ``[B, H, D]`` with a normaliser, and the length ``[B]``."""
-    op, n, weight = call.op, call.nodes, _weight(call)
+    n, weight = call.nodes, _weight(call)
     count = _count(call)
     keep, carries = _kept(call)
     zero = n.const(0, acc)

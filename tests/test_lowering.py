@@ -29,15 +29,17 @@ from attn_dispatch.ir import atoms  # noqa: E402
 from attn_dispatch.ir.masks import Not  # noqa: E402
 from attn_dispatch.ir.ops import AttentionOp, Outputs  # noqa: E402
 from attn_dispatch.ir.scores import SoftCap  # noqa: E402
+from attn_dispatch.ir.select_op import SelectOp  # noqa: E402
 from attn_dispatch.ir.tensors import Ref, TensorDesc  # noqa: E402
 from attn_dispatch.ir.weights import Linear  # noqa: E402
 from attn_dispatch.lowering import masks as lowered_masks  # noqa: E402
 from attn_dispatch.lowering.forms import lower, reasons_against  # noqa: E402
 from attn_dispatch.lowering.masks import Grid  # noqa: E402
-from attn_dispatch.lowering.model import build_model, input_names, output_names  # noqa: E402
+from attn_dispatch.lowering.model import build_model, build_select_model, input_names, output_names  # noqa: E402
 from attn_dispatch.lowering.nodes import DTYPES, Nodes  # noqa: E402
 from attn_dispatch.lowering.target import PROVABLE, SPECIFIED, Target  # noqa: E402
 from attn_dispatch.registry import Registry, current  # noqa: E402
+from attn_dispatch.select import compile_select  # noqa: E402
 from attn_dispatch.testing import BY_ID, CASES, Result, Verdict, check  # noqa: E402
 
 
@@ -498,3 +500,125 @@ def test_a_function_passes_the_checker_and_imports_the_opset_of_the_model(opset)
     assert imports == [{"": opset}, {"": opset, "attn_dispatch": 1}]
     assert [node.op_type for node in model.graph.node] == [function.name]
     assert not function.value_info, "what was known of one call does not belong to the function"
+
+
+# --- key selection ---------------------------------------------------------------------------------------------------
+
+
+def select_tensors(b, sq, skv, dtype=torch.float32, hi=3, di=4, ties=True):
+    gen = torch.Generator().manual_seed(100 * b + 10 * sq + skv)
+    tensors = [torch.randn(shape, generator=gen) for shape in ((b, hi, sq, di), (b, skv, di), (b, sq, hi))]
+    return [(x.round() if ties else x).to(dtype) for x in tensors]  # whole numbers: many scores are equal, and exact
+
+
+def run_select(op, tensors, operands, evaluate=False):
+    model = onnx_ir.to_proto(build_select_model(op, Target("standard", 18)))
+    onnx.checker.check_model(model, full_check=True)
+    names = ("query", "key", "weights", *(name for name, _ in op.operands))
+    feeds = {name: as_numpy(x) for name, x in zip(names, (*tensors, *(operands[n] for n in names[3:])), strict=True)}
+    if evaluate:
+        made = ReferenceEvaluator(model).run(None, feeds)
+    else:
+        made = make_session(model.SerializeToString(), "cpu", 1, quiet=True).run(None, feeds)
+    return [torch.from_numpy(x) for x in made]
+
+
+def select_op(tensors, operands=None, **more):
+    described = tuple((name, TensorDesc.of(x)) for name, x in (operands or {}).items())
+    return SelectOp(*(TensorDesc.of(x) for x in tensors), **{"top_k": 4, "operands": described, **more})
+
+
+SELECTIONS = {
+    "every key": ({}, {}),
+    "causal": ({"mask": atoms.Causal()}, {}),
+    "causal from the last key": ({"mask": atoms.Causal(), "q_offset": "end"}, {}),
+    "before the keys": ({"mask": atoms.Causal(), "q_offset": -3}, {}),
+    "an offset each": ({"mask": atoms.Causal(), "q_offset": Ref("at")}, {"at": torch.tensor([-2, 3])}),
+    "lengths": ({"mask": atoms.Causal() & atoms.KeyLengths(Ref("n"))}, {"n": torch.tensor([2, 7])}),
+    "a window": ({"mask": atoms.Window(2, 1), "q_offset": "end"}, {}),
+    "a dense mask": ({"mask": atoms.Dense(Ref("m"))}, {"m": torch.arange(2 * 6 * 9).view(2, 1, 6, 9) % 5 < 2}),
+    "more places than keys": ({"top_k": 40, "mask": atoms.Causal()}, {}),
+    "one place": ({"top_k": 1}, {}),
+    "no activation": ({"activation": "identity", "scale": -1.0}, {}),
+}
+
+
+@pytest.mark.parametrize("evaluate", [False, True], ids=["onnxruntime", "as specified"])
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_lowered_selection_is_the_selection_ties_and_order_included(name, evaluate):
+    more, operands = SELECTIONS[name]
+    tensors = select_tensors(2, 6, 9)
+    op = select_op(tensors, operands, scores=True, **more)
+    want = compile_select(op)(*tensors, operands)
+    got = run_select(op, tensors, operands, evaluate)
+    assert torch.equal(got[0], want.indices)
+    torch.testing.assert_close(got[1], want.scores)
+    (alone,) = run_select(op.with_(scores=False), tensors, operands, evaluate)
+    assert torch.equal(alone, want.indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_a_selection_accumulates_as_the_specification_does(dtype):
+    tensors = select_tensors(2, 5, 17, dtype, ties=False)
+    op = select_op(tensors, scores=True)
+    want = compile_select(op)(*tensors, {})
+    got = run_select(op, tensors, {})
+    assert torch.equal(got[0], want.indices)
+    assert got[1].dtype == want.scores.dtype
+    torch.testing.assert_close(got[1], want.scores)
+
+
+def test_nan_and_infinite_scores_rank_as_in_a_selection():
+    tensors = select_tensors(1, 3, 8)
+    tensors[1][0, 2], tensors[1][0, 5], tensors[1][0, 6] = math.nan, math.inf, -math.inf
+    op = select_op(tensors, mask=atoms.Causal(), q_offset="end", scores=True, top_k=7)
+    want = compile_select(op)(*tensors, {})
+    got = run_select(op, tensors, {})
+    assert torch.equal(got[0], want.indices)
+    torch.testing.assert_close(got[1], want.scores, equal_nan=True)
+
+
+def test_one_session_of_a_selection_serves_all_lengths():
+    op = select_op(select_tensors(2, 6, 9), mask=atoms.Causal(), q_offset="end")
+    model = onnx_ir.to_proto(build_select_model(op, Target("standard", 18))).SerializeToString()
+    session = make_session(model, "cpu", 1, quiet=True)
+    for sizes in ((1, 1, 2), (3, 5, 5), (2, 1, 40), (1, 8, 3)):
+        tensors = select_tensors(*sizes)
+        feeds = dict(zip(("query", "key", "weights"), map(as_numpy, tensors), strict=True))
+        want = compile_select(select_op(tensors, mask=op.mask, q_offset="end"))(*tensors, {})
+        assert torch.equal(torch.from_numpy(session.run(None, feeds)[0]), want), sizes
+
+
+@pytest.mark.parametrize("top_k", [1, 3, 64, 700])  # onnxruntime chooses among three algorithms by k and length
+@pytest.mark.parametrize("skv", [65, 1000, 5000])
+def test_ties_go_to_the_lowest_index_at_every_size(skv, top_k):
+    tensors = select_tensors(1, 2, skv, hi=1, di=1)
+    op = select_op(tensors, top_k=top_k)
+    assert torch.equal(run_select(op, tensors, {})[0], compile_select(op)(*tensors, {}))
+
+
+def test_ties_that_go_to_the_highest_index_are_seen(monkeypatch):
+    plain = Nodes.__call__
+
+    def last_of_equals(self, op_type, *inputs, **more):
+        if op_type == "TopK" and more["largest"]:  # TopK of the reversed row takes the highest index of equal scores
+            back = plain(self, "Slice", inputs[0], *(self.const([x]) for x in (-1, -(1 << 62), 2, -1)))
+            values, at = plain(self, "TopK", back, inputs[1], **more)
+            last = plain(self, "Sub", plain(self, "Shape", back, start=2, end=3), self.const([1]))
+            return values, plain(self, "Sub", last, at)
+        return plain(self, op_type, *inputs, **more)
+
+    tensors = select_tensors(2, 6, 9)
+    op = select_op(tensors)
+    want = compile_select(op)(*tensors, {})
+    assert torch.equal(run_select(op, tensors, {})[0], want)
+    monkeypatch.setattr(Nodes, "__call__", last_of_equals)
+    assert not torch.equal(run_select(op, tensors, {})[0], want)
+
+
+def test_a_selection_is_refused_below_opset_18():
+    op = select_op(select_tensors(1, 2, 3))
+    assert [str(reason) for reason in reasons_against(op, Target("standard", 17))] == [
+        "opset 17: a selection needs 18 (opset=18)"
+    ]
+    assert not reasons_against(op, Target("contrib", 18))

@@ -119,7 +119,7 @@ def _decision(call: TracedCall) -> str:
     return f"{report.chosen} ({report.source}: {report.why})" if report.chosen else report.error.splitlines()[0]
 
 
-def read_calls(model: ir.Model) -> list[tuple[Call, AttentionOp]]:
+def read_calls(model: ir.Model, name: str = "the model") -> list[tuple[Call, AttentionOp]]:
     """The calls that an exported model says it has; empty for a model of somebody else.
 
     Raises:
@@ -138,4 +138,6 @@ def read_calls(model: ir.Model) -> list[tuple[Call, AttentionOp]]:
             for row in rows
         ]
     except (ValueError, KeyError, TypeError) as error:
-        raise ExportError(f"its metadata {METADATA!r} cannot be read: {type(error).__name__}: {error}") from error
+        raise ExportError(
+            f"{name}: its metadata {METADATA!r} cannot be read: {type(error).__name__}: {error}"
+        ) from error

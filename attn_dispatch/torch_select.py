@@ -58,8 +58,8 @@ def _run(
     """The selection at the lengths that are there; its scores are differentiable."""
     from attn_dispatch.select import compile_select
 
-    described = [TensorDesc.of(x) for x in (query, key, weights)]
-    op = describe_traced_select(*described, [TensorDesc.of(x) for x in tensors], spec)
+    q, k, w, *others = (TensorDesc.of(x) for x in (query, key, weights, *tensors))
+    op = describe_traced_select(q, k, w, others, spec)
     named = dict(zip(ast.literal_eval(spec)["names"], tensors, strict=True))
     found = compile_select(op)(query, key, weights, named)
     return list(found) if isinstance(found, tuple) else [found]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import io
 import math
 from dataclasses import replace
 
@@ -21,10 +22,11 @@ pytest.importorskip("onnxruntime")
 import onnx_ir  # noqa: E402
 from onnx.reference import ReferenceEvaluator  # noqa: E402
 
-from attn_dispatch import reference  # noqa: E402
+from attn_dispatch import dispatch, export_onnx, masks, reference, torch_select, variants  # noqa: E402
 from attn_dispatch.backends.onnxruntime import OnnxRuntime  # noqa: E402
 from attn_dispatch.backends.ort_probes import proven, verdicts  # noqa: E402
 from attn_dispatch.backends.ort_sessions import make_session  # noqa: E402
+from attn_dispatch.export.read import read_model  # noqa: E402
 from attn_dispatch.ir import atoms  # noqa: E402
 from attn_dispatch.ir.masks import Not  # noqa: E402
 from attn_dispatch.ir.ops import AttentionOp, Outputs  # noqa: E402
@@ -312,14 +314,14 @@ def test_a_mistake_in_a_lowered_atom_is_seen(monkeypatch, kind):
     atom, wrong = MISTAKES[kind]
     monkeypatch.setitem(lowered_masks._ATOMS, atom, wrong)
     segments = {"q": torch.tensor([[0, 0, 1, 1, 2]]), "k": torch.tensor([[0, 1, 1, 2, 2, 2, 3]])}
-    masks = {
+    examples = {
         atoms.Causal: (atoms.Causal(), {}),
         atoms.Window: (atoms.Window(2, 0), {}),
         atoms.KeyLengths: (atoms.KeyLengths(Ref("l")), {"l": torch.tensor([3, 5])}),
         atoms.Segments: (atoms.Segments(Ref("q"), Ref("k")), segments),
         atoms.SameBlock: (atoms.SameBlock(3), {}),
     }
-    mask, tensors = masks[atom]
+    mask, tensors = examples[atom]
     batch = max([x.shape[0] for x in tensors.values()], default=1)
     with pytest.raises(AssertionError, match="offset -2"):
         expect_equal(mask, batch, 5, 7, -2, tensors)
@@ -622,3 +624,155 @@ def test_a_selection_is_refused_below_opset_18():
         "opset 17: a selection needs 18 (opset=18)"
     ]
     assert not reasons_against(op, Target("contrib", 18))
+
+
+# --- exported programs -----------------------------------------------------------------------------------------------
+
+
+class Sparse(torch.nn.Module):
+    """Two layers that share one selection of keys."""
+
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, query, key, value, index_query, index_key, weights):
+        chosen = dispatch.select(index_query, index_key, weights, 4, **self.options)
+        indices, *scores = chosen if self.options.get("return_scores") else (chosen,)
+        mask = masks.causal() & masks.selected(indices)
+        first = dispatch.attention(query, key, value, mask, enable_gqa=True)
+        return dispatch.attention(first, key, value, mask, enable_gqa=True), indices, *scores
+
+
+def sparse_inputs(b=2, s=6):
+    gen = torch.Generator().manual_seed(b * s)
+    heads = [torch.randn(b, h, s, 8, generator=gen) for h in (4, 2, 2)]
+    return (*heads, *select_tensors(b, s, s, ties=False))
+
+
+DYNAMIC = ({0: "batch", 2: "length"}, {0: "batch", 2: "length"}, {0: "batch", 2: "length"})
+DYNAMIC_INDEX = ({0: "batch", 2: "length"}, {0: "batch", 1: "length"}, {0: "batch", 1: "length"})
+
+
+class Select(torch.nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.options = options
+
+    def forward(self, query, key, weights):
+        made = dispatch.select(query, key, weights, 4, **self.options)
+        return tuple(made) if self.options.get("return_scores") else made
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize(
+    "options", [{}, {"return_scores": True}, {"window": (2, 0), "q_offset": 1}, {"attn_mask": masks.Stride(2)}],
+    ids=lambda options: ", ".join(options) or "plain",
+)  # fmt: skip
+def test_an_exported_selection_is_one_operator_for_all_lengths(options, strict):
+    free = torch.export.Dim.DYNAMIC
+    shapes = ({0: free, 2: free}, {0: free, 1: free}, {0: free, 1: free})
+    module = Select(**options)
+    program = torch.export.export(module, tuple(select_tensors(2, 5, 9)), dynamic_shapes=shapes, strict=strict)
+    assert [node.target for node in program.graph.nodes].count(torch_select.OPERATOR) == 1
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for sizes in ((2, 5, 9), (3, 7, 7), (2, 1, 40)):
+        tensors = select_tensors(*sizes)
+        for got, want in zip(as_tuple(loaded(*tensors)), as_tuple(module(*tensors)), strict=True):
+            torch.testing.assert_close(got, want)
+
+
+def as_tuple(x):
+    return x if isinstance(x, tuple) else (x,)
+
+
+def test_scores_of_an_exported_selection_have_their_gradients():
+    module = Select(return_scores=True)
+    tensors = select_tensors(2, 5, 9, ties=False)
+    program = torch.export.export(module, tuple(tensors)).module()
+    found = []
+    for run in (program, module):
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        scores = run(*leaves)[1]
+        loss = torch.where(torch.isfinite(scores), scores, 0.0).square().sum()
+        found.append(torch.autograd.grad(loss, leaves))
+    assert all(x.abs().sum() > 0 for x in found[1])
+    torch.testing.assert_close(found[0], found[1])
+
+
+def test_the_fake_of_the_operator_says_what_it_returns():
+    tensors = select_tensors(2, 5, 9)
+    for scores in (False, True):
+        op = select_op(tensors, scores=scores, mask=atoms.Causal())
+        with torch.device("meta"):
+            fake = torch_select.call(op, *(torch.empty_like(x, device="meta") for x in tensors), {})
+        real = torch_select.call(op, *tensors, {})
+        assert [(x.shape, x.dtype, x.stride()) for x in fake] == [(x.shape, x.dtype, x.stride()) for x in real]
+
+
+@pytest.mark.parametrize("form", ["standard", "decomposed", "function"])
+@pytest.mark.parametrize("scores", [False, True])
+def test_a_model_with_a_selection_exports_and_the_layers_share_its_mask(tmp_path, form, scores):
+    options = {"return_scores": True} if scores else {}
+    path = tmp_path / "sparse.onnx"
+    report = export_onnx(Sparse(**options), sparse_inputs(), path, form=form, dynamic_shapes=(*DYNAMIC, *DYNAMIC_INDEX))
+    assert len(report.calls) == 3
+    assert len(report.checks) == 3
+    assert all(check.ok and not check.skipped for check in report.checks)
+    assert report.nodes["TopK"] == 2, "one by score, one that sorts the indices"
+    if form == "standard":
+        assert report.nodes["Attention"] == 2
+        assert report.nodes["ScatterElements"] == 1
+        assert report.calls[2].nodes == {"Attention": 1}
+    found = read_model(path)
+    assert [call.op.partition(" ")[0] for call in found.calls] == ["top", "q", "q"]
+
+
+class Recurrent(torch.nn.Module):
+    def __init__(self, variant):
+        super().__init__()
+        self.variant = variant
+
+    def forward(self, query, key, value, s, z):
+        state = variants.LinearState(s, z if self.variant == "linear" else None, 3)
+        decay = torch.tensor([0.5, 0.9, 0.1, 1.0])
+        variant = variants.LinearAttention() if self.variant == "linear" else variants.Retention(decay)
+        out, after = dispatch.attention(
+            query, key, value, is_causal=True, variant=variant, state=state, return_state=True
+        )
+        return (out, after.S) if after.z is None else (out, after.S, after.z)
+
+
+@pytest.mark.parametrize("form", ["standard", "decomposed", "function", "contrib"])
+@pytest.mark.parametrize("variant", ["linear", "retention"])
+def test_the_linear_family_exports_with_its_state(tmp_path, form, variant):
+    gen = torch.Generator().manual_seed(3)
+    tensors = [torch.randn(2, 4, 6, 8, generator=gen) for _ in range(3)]
+    tensors += [torch.randn(2, 4, 8, 8, generator=gen), torch.rand(2, 4, 8, generator=gen)]
+    shapes = (*DYNAMIC, {0: "batch"}, {0: "batch"})
+    report = export_onnx(Recurrent(variant), tensors, tmp_path / "x.onnx", form=form, dynamic_shapes=shapes)
+    assert all(check.ok and not check.skipped for check in report.checks)
+    assert len(report.checks) == 3
+    assert report.nodes["LinearAttention"] == (form == "contrib")
+    assert (report.calls[0].nodes.get("MatMul", 0) > 0) == (form in ("standard", "decomposed"))
+
+
+def test_layers_of_one_kind_share_one_function_in_a_file(tmp_path):
+    path = tmp_path / "two.onnx"
+    report = export_onnx(Sparse(), sparse_inputs(), path, form="function", dynamic_shapes=(*DYNAMIC, *DYNAMIC_INDEX))
+    model = onnx.load(path)
+    calls = [node.op_type for node in model.graph.node if node.domain == "attn_dispatch"]
+    assert len(calls) == 2
+    assert [function.name for function in model.functions] == [calls[0]]
+    assert set(calls) == {calls[0]}
+    onnx.checker.check_model(model)
+    assert report.calls[1].form == "function"
+    inputs = sparse_inputs(3, 9)
+    feeds = {x.name: as_numpy(t) for x, t in zip(model.graph.input, inputs, strict=True)}
+    made = ReferenceEvaluator(model).run(None, feeds)
+    want = Sparse()(*inputs)
+    torch.testing.assert_close(torch.from_numpy(made[0]), want[0], atol=1e-5, rtol=1e-5)
+    assert torch.equal(torch.from_numpy(made[1]), want[1])

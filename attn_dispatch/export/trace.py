@@ -14,10 +14,11 @@ import onnx_ir as ir
 import torch
 from onnxscript import values
 
-from attn_dispatch import torch_op
+from attn_dispatch import torch_op, torch_select
 from attn_dispatch.errors import ExportError
 from attn_dispatch.ir.mask_text import parse_mask
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.select_op import SelectOp
 from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name
 from attn_dispatch.ir.weights import Linear
 from attn_dispatch.tracing import describe_traced
@@ -25,12 +26,13 @@ from attn_dispatch.tracing import describe_traced
 __all__ = ["DOMAIN", "Traced", "TracedCall", "to_onnx_graph", "trace"]
 
 DOMAIN = "attn_dispatch"
-_OPERATOR: Any = torch_op.OPERATOR
+_SELECT: Any = torch_select.OPERATOR
+_OPERATORS: tuple[Any, ...] = (torch_op.OPERATOR, _SELECT)  # both take three tensors, more of them, and a string
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One attention of a traced model.
+    """One attention, or one selection of keys, of a traced model.
 
     Args:
         op: described without looking at lengths; sizes are those of the example. layer: the module that made it.
@@ -38,7 +40,7 @@ class TracedCall:
         backend: what the call asked for.
     """
 
-    op: AttentionOp
+    op: AttentionOp | SelectOp
     layer: str
     names: tuple[str, ...]
     backend: Any = None
@@ -80,7 +82,7 @@ def trace(
             raise ExportError(f"torch.export cannot trace {name}: {type(error).__name__}: {error}") from error
     calls, others = [], []
     for node in program.graph.nodes:
-        if node.target is _OPERATOR:
+        if node.target in _OPERATORS:
             *tensors, spec = node.args
             calls.append(_described(node, tensors, spec))
             # the index stands in the string that the operator takes: it survives every retracing
@@ -100,6 +102,9 @@ def _described(node: torch.fx.Node, tensors: Sequence[Any], spec: str) -> Traced
     query, key, value, others = tensors
     options = ast.literal_eval(spec)
     names = tuple(options.pop("names"))
+    if node.target is _SELECT:
+        described = (_desc(query), _desc(key), _desc(value), [_desc(x) for x in others])
+        return TracedCall(torch_select.describe_traced_select(*described, spec).with_(traced=True), _layer(node), names)
     descs = {name: _desc(x) for name, x in zip(names, others, strict=True)}
     backend = options.pop("backend")
     mask = options.pop("mask")
@@ -144,7 +149,7 @@ def to_onnx_graph(traced: Traced, opset: int, input_names: Any = None, output_na
     Raises:
         ExportError: torch's exporter fails, or gives another opset than it was asked for.
     """
-    table: dict[Any, Any] = {_OPERATOR: _translate}
+    table: dict[Any, Any] = dict.fromkeys(_OPERATORS, _translate)
     said = logging.getLogger("torch.onnx._internal.exporter._registration")  # it says that torchvision is missing
     level = said.level
     said.setLevel(logging.ERROR)
@@ -168,8 +173,8 @@ def to_onnx_graph(traced: Traced, opset: int, input_names: Any = None, output_na
 def _translate(query: Any, key: Any, value: Any, tensors: Sequence[Any], spec: str) -> Any:
     """The node that stands for a call until `lowering` replaces it."""
     options = ast.literal_eval(spec)
-    count = 1 + sum(bool(options[name]) for name in ("return_lse", "return_weights"))
-    if options["return_state"]:
+    count = 1 + sum(bool(options.get(name)) for name in ("return_lse", "return_weights", "scores"))
+    if options.get("return_state"):
         normalised = options["linear"] is not None and options["linear"][1] is not None
         count += 3 if normalised else 2
     made = _operator(count)(query, key, value, *tensors, call=options["call"])

@@ -122,7 +122,7 @@ def _quadratic(call: Call) -> Results:
     op, n, weight = call.op, call.nodes, _weight(call)
     acc = accumulated(op.dtype)
     q, k, v = call.inputs(acc)
-    phi_q = n("Mul", _mapped(call, q, acc), n.const(op.effective_scale, acc))
+    phi_q = n.scale(_mapped(call, q, acc), op.effective_scale, op.D, acc)
     phi_k = _mapped(call, k, acc)
     weights = _grouped(call, phi_q, n("Transpose", phi_k, perm=[0, 1, 3, 2]), call.skv, call.sq)
     if call.allowed is not None:

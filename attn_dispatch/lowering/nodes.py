@@ -113,6 +113,20 @@ class Nodes:
         result: Value = x if source == target else self("Cast", x, to=int(DTYPES[target]))
         return result
 
+    def scale(self, x: Value, factor: float, width: int, dtype: str) -> Value:
+        """``x [..., width]`` times a number.
+
+        onnxruntime folds a scalar beside a MatMul into an attribute of a fused node, which has float32's digits; so in
+        float64 the number is a row of them, or a matrix where that row would be a scalar again.
+        """
+        if dtype != "float64":
+            result: Value = self("Mul", x, self.const(factor, dtype))
+        elif width == 1:
+            result = self("MatMul", x, self.const([[factor]], dtype))
+        else:
+            result = self("Mul", x, self.const([factor] * width, dtype))
+        return result
+
     def both(self, parts: Sequence[Value], word: str = "And") -> Value:
         """All parts joined by And or Or."""
         out = parts[0]

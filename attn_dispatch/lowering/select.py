@@ -77,7 +77,7 @@ def _scores(op: SelectOp, inputs: tuple[Value, Value, Value], n: Nodes, acc: str
     """Index scores ``[B, Sq, Skv]``; the products and sums in the order in which `dispatch.select` takes them."""
     descs = (op.query, op.key, op.weights)
     query, key, weights = (n.cast(x, desc.dtype, acc) for x, desc in zip(inputs, descs, strict=True))
-    rows = n("Mul", n("Transpose", query, perm=[0, 2, 1, 3]), n.const(op.effective_scale, acc))  # [B, Sq, Hi, Di]
+    rows = n.scale(n("Transpose", query, perm=[0, 2, 1, 3]), op.effective_scale, op.Di, acc)  # [B, Sq, Hi, Di]
     keys = n("Unsqueeze", n("Transpose", key, perm=[0, 2, 1]), n.const([1]))  # [B, 1, Di, Skv]
     dots = n("MatMul", rows, keys)
     if op.activation == "relu":  # not Relu, which may make 0 of NaN

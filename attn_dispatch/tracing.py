@@ -199,12 +199,11 @@ def describe_traced(
         mask: a bound mask. weight: of the linear family; None is softmax.
     """
     whole: Mask = Causal() if is_causal else Full()
-    end_aligned = False
     if window is not None:
         ends = [None if end in (None, -1) else int(end) for end in window]
-        whole, end_aligned = whole & (Causal() if ends == [None, 0] else Window(*ends)), True
+        whole = whole & (Causal() if ends == [None, 0] else Window(*ends))
     if mask is not None:
-        whole, end_aligned = whole & mask, end_aligned or mask.positional
+        whole = whole & mask
     score: list[ScoreTerm] = [SoftCap(float(softcap))] if softcap else []
     if "attn_mask" in tensors:
         if tensors["attn_mask"].dtype == "bool":
@@ -215,7 +214,10 @@ def describe_traced(
         whole = whole & atom(Ref(name)) if name in tensors else whole
     if "bias" in tensors:
         score.append(Alibi(Ref("bias")) if len(tensors["bias"].shape) == 1 else Bias(Ref("bias")))
-    offset: int | str | Ref = END if end_aligned and not is_causal else 0
+    # as the frontend resolves it, for any lengths: what has positions counts from the last key, is_causal from key 0
+    decays = weight is not None and getattr(weight, "decay", None) is not None
+    positional = whole.positional or decays or any(isinstance(term, Alibi) for term in score)
+    offset: int | str | Ref = END if positional and not is_causal else 0
     if "q_offset" in tensors:
         offset = Ref("q_offset")
     elif q_offset is not None:

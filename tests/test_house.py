@@ -49,7 +49,7 @@ ARROWS: dict[str, set[str]] = {
     "context": {"errors", "settings"},
     "selection": {
         *("errors", "ir", "budgets", "device", "settings", "capability", "backend", "registry", "rewrites", "passes"),
-        *("reference", "yaml_text"),
+        *("reference", "state", "yaml_text"),
     },
     "yaml_text": set(),
     "plan": {
@@ -67,7 +67,7 @@ ARROWS: dict[str, set[str]] = {
     "torch_select": {"errors", "ir"},
     "capture": {"errors", "ir", "context", "passes", "plan", "yaml_text"},
     "select": {"errors", "ir", "shapes", "tracing"},
-    "plugin": {"errors", "ir", "capability", "backend", "registry", "rewrites"},
+    "plugin": {"errors", "ir", "capability", "backend", "registry", "rewrites", "state"},
     "dispatch": {
         *(
             "errors",

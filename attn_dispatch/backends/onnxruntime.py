@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from importlib import metadata
 from typing import Any
 
@@ -19,7 +20,7 @@ from attn_dispatch.errors import BackendError
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.tensors import TensorDesc
 from attn_dispatch.ir.weights import Linear
-from attn_dispatch.state import LinearState
+from attn_dispatch.state import LinearState, state_dtype
 
 __all__ = ["OnnxRuntime", "form_for", "installed"]
 
@@ -92,29 +93,31 @@ class OnnxRuntime(Backend):
 
         from attn_dispatch.lowering.model import build_model
 
-        runner = self.runner_for(op, onnx_ir.to_proto(build_model(op, self.target_for(op))).SerializeToString())
-        acc = torch.float64 if op.dtype == "float64" else torch.float32
         names = [name for name, _ in op.operands]
+
+        def runner_of(now: AttentionOp) -> Any:
+            return self.runner_for(now, onnx_ir.to_proto(build_model(now, self.target_for(now))).SerializeToString())
+
+        # A model is open in batch and lengths. Heads and sizes of 1 are fixed in it, and rewrites run their op at
+        # others too (merge_parts its last part, trim_lengths rows of a bias): each set gets a model when it comes.
+        described = [op.query.shape, op.key.shape, *(desc.shape for _, desc in op.operands)]
+        runners = {_fixed(op, described): runner_of(op)}
         lse, weights, state = op.outputs.lse, op.outputs.weights, op.outputs.state
-        with_decay = isinstance(op.weight, Linear) and op.weight.decay is not None
-        with_sum = isinstance(op.weight, Linear) and op.weight.normalizer_eps is not None
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
             rows = q.shape[:3]
             given = [x.contiguous() for x in (q, k, v, *(t[name] for name in names))]
             results = [q.new_empty((*rows, v.shape[3]))]
-            results += [q.new_empty(rows, dtype=acc)] if lse else []
+            results += [q.new_empty(rows, dtype=state_dtype(q.dtype))] if lse else []
             results += [q.new_empty((*rows, k.shape[2]))] if weights else []
-            carried: list[torch.Tensor] = []
-            if state:
-                sizes = (rows[0], rows[1] if with_decay else k.shape[1], q.shape[3])
-                carried = [q.new_empty((*sizes, v.shape[3]), dtype=acc)]
-                carried += [q.new_empty(sizes, dtype=acc)] if with_sum else []
-                carried += [q.new_empty(rows[:1], dtype=torch.int64)]
-            runner(given, [*results, *carried])
+            after = _new_state(op, q, k, v) if state else None
+            fixed = _fixed(op, [q.shape, k.shape, *(x.shape for x in given[3:])])
+            if fixed not in runners:
+                runners[fixed] = runner_of(_at_sizes(op, given))
+            carried = [x for x in after or () if isinstance(x, torch.Tensor)]
+            runners[fixed](given, [*results, *carried])
             if not (lse or weights or state):
                 return results[0]
-            after = LinearState(carried[0], carried[1] if with_sum else None, carried[-1]) if state else None
             return Raw(results[0], results[1] if lse else None, results[-1] if weights else None, after)
 
         return Executable(run)
@@ -123,6 +126,39 @@ class OnnxRuntime(Backend):
         cost = dense_cost(op, materialised=3)
         copied = sum(_bytes(desc) for desc in (op.query, op.key, op.value) if desc.strides == "scattered")
         return Cost(cost.flops, cost.bytes + 2.0 * copied, 3.0)
+
+
+def _fixed(op: AttentionOp, shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    """What a model fixes: the heads of query and key, and which sizes of the operands are 1.
+
+    One of the linear family also takes another form when there are as many queries as keys.
+    """
+    query, key, *operands = shapes
+    square = isinstance(op.weight, Linear) and query[2] == key[2]
+    return (query[1], key[1], square, *(tuple(size == 1 for size in shape) for shape in operands))
+
+
+def _new_state(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> LinearState:
+    """Room for the state that comes out."""
+    assert isinstance(op.weight, Linear)
+    acc = state_dtype(q.dtype)
+    sizes = (q.shape[0], k.shape[1] if op.weight.decay is None else q.shape[1], q.shape[3])
+    z = None if op.weight.normalizer_eps is None else q.new_empty(sizes, dtype=acc)
+    length = q.new_empty(q.shape[:1], dtype=torch.int64)
+    return LinearState(q.new_empty((*sizes, v.shape[3]), dtype=acc), z, length)
+
+
+def _at_sizes(op: AttentionOp, given: Sequence[torch.Tensor]) -> AttentionOp:
+    """The op as these tensors have it, query, key, value and the operands in order."""
+    query, key, value, *operands = (tuple(x.shape) for x in given)
+    return op.with_(
+        query=op.query.with_shape(*query),
+        key=op.key.with_shape(*key),
+        value=op.value.with_shape(*value),
+        operands=tuple(
+            (name, desc.with_shape(*shape)) for (name, desc), shape in zip(op.operands, operands, strict=True)
+        ),
+    )
 
 
 def _bytes(desc: TensorDesc) -> float:

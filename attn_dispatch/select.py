@@ -5,6 +5,9 @@ and inside a block as many index heads at once as fit, so that what is in memory
 ``[B, Sq, Hi, Skv]`` nor ``[B, Sq, Skv]``. A block looks only at the keys that its mask's interval names, and a block
 with no more keys than ``top_k`` is not scored at all: all that it may attend is selected.
 
+An exported program holds a selection as one operator, ``attn_dispatch::select`` (see `torch_select`), and so serves all
+lengths. torch.compile and torch.onnx.export trace the plain operators, for the lengths of the example.
+
 What the result is stands in `attn_dispatch.ir.select_op`. No gradient flows through the indices; with
 ``return_scores=True`` the scores of the selected keys carry it (the indexer's KL training).
 """
@@ -100,8 +103,13 @@ def select(
         layout,
         return_scores,
     )
-    run = compile_select(op)
     q = query_idx if layout == "bhsd" else query_idx.transpose(1, 2)
+    if torch.compiler.is_exporting() and not torch.onnx.is_in_onnx_export():
+        from attn_dispatch import torch_select
+
+        found = torch_select.call(op, q, key_idx, weights, tensors)
+        return Selection(*found) if return_scores else found[0]
+    run = compile_select(op)
     device = q.device.type
     if torch.is_autocast_enabled(device):  # scores accumulate in float32 whatever the autocast dtype is
         with torch.autocast(device, enabled=False):
@@ -143,7 +151,7 @@ def _describe(
     scale: Any, activation: Any, layout: Any, scores: Any,
 ) -> tuple[SelectOp, dict[str, torch.Tensor]]:  # fmt: skip
     """Check a call, describe it, and name its tensors."""
-    asked = _asked(query, key, weights)
+    asked = "" if torch.compiler.is_dynamo_compiling() else _asked(query, key, weights)  # it cannot join symbols
     _check_tensors(query, key, weights, layout, asked)
     if not isinstance(top_k, int) or isinstance(top_k, bool) or top_k < 1:
         raise InputError(f"top_k must be an integer >= 1, got {top_k!r}", asked=asked)
@@ -174,7 +182,8 @@ def _describe(
         scores=bool(scores),
         traced=any(_has_no_values(x) for x in used.values()),
     )
-    verify_select(op)
+    if not torch.compiler.is_dynamo_compiling():  # its messages would make numbers of symbols
+        verify_select(op)
     return op, tensors
 
 
@@ -231,7 +240,8 @@ def _mask(
         tensors["attn_mask"] = four
         mask = mask & Dense(Ref("attn_mask"))
     elif isinstance(attn_mask, Mask):
-        bound, held = attn_mask.bind()
+        # Dynamo cannot enter the lock of the cached one
+        bound, held = attn_mask.bind("traced") if torch.compiler.is_dynamo_compiling() else attn_mask.bind()
         tensors |= held
         described = {name: TensorDesc.of(x) for name, x in held.items()}
         for atom in bound.atoms():

@@ -64,6 +64,7 @@ ARROWS: dict[str, set[str]] = {
     },
     "tracing": {"errors", "ir", "context", "reference", "shapes", "state", "variants"},
     "torch_op": {"errors", "ir", "state", "variants"},
+    "torch_select": {"errors", "ir"},
     "capture": {"errors", "ir", "context", "passes", "plan", "yaml_text"},
     "select": {"errors", "ir", "shapes", "tracing"},
     "plugin": {"errors", "ir", "capability", "backend", "registry", "rewrites", "state"},

@@ -19,11 +19,12 @@ from attn_dispatch.capability import ALL_FEATURES, Capability, Limit, Reason
 from attn_dispatch.errors import BackendError
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.tensors import TensorDesc
+from attn_dispatch.ir.weights import Linear
+from attn_dispatch.state import LinearState, state_dtype
 
 __all__ = ["OnnxRuntime", "form_for", "installed"]
 
 _NEVER = {"dropout", "grad", "grad:operands", "grad:lse", "higher_order", "traced", "empty"}
-_NEVER |= {"weight:Linear", "decay", "state:in", "state:out"}
 _ONES = tuple(Limit(name, minimum=1) for name in ("B", "Hq", "Sq", "Skv", "D", "Dv"))
 _OPSET = 24
 _DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
@@ -37,7 +38,6 @@ class OnnxRuntime(Backend):
     hints = {  # noqa: RUF012
         "grad": "it runs forward only",
         "dropout": 'backend="sdpa_math"',
-        "weight:Linear": 'backend="linear"',
     }
     capabilities = (
         Capability(
@@ -73,41 +73,52 @@ class OnnxRuntime(Backend):
         from attn_dispatch.backends.ort_probes import verdicts
         from attn_dispatch.backends.ort_sessions import runtime
 
-        target = form_for(op)
+        target = self.target_for(op)
         said = "; ".join(str(verdict).partition(" (")[0] for verdict in verdicts(op.device))
         return [f"{self.name}: {target.form} form at opset {target.opset} on {runtime(op.device)}; probes: {said}"]
+
+    def target_for(self, op: AttentionOp) -> Any:
+        """What `compile` lowers an op for, a `lowering.target.Target`."""
+        return form_for(op)
+
+    def runner_for(self, op: AttentionOp, model: bytes) -> Any:
+        """``run(inputs, outputs)`` of an op's model."""
+        from attn_dispatch.backends.ort_sessions import make_runner
+        from attn_dispatch.lowering.model import input_names, output_names
+
+        return make_runner(model, op.device, input_names(op), output_names(op))
 
     def compile(self, op: AttentionOp) -> Executable:
         import onnx_ir
 
-        from attn_dispatch.backends.ort_sessions import make_runner
-        from attn_dispatch.lowering.model import build_model, input_names, output_names
+        from attn_dispatch.lowering.model import build_model
 
         names = [name for name, _ in op.operands]
 
         def runner_of(now: AttentionOp) -> Any:
-            model = onnx_ir.to_proto(build_model(now, form_for(now))).SerializeToString()
-            return make_runner(model, now.device, input_names(now), output_names(now))
+            return self.runner_for(now, onnx_ir.to_proto(build_model(now, self.target_for(now))).SerializeToString())
 
         # A model is open in batch and lengths. Heads and sizes of 1 are fixed in it, and rewrites run their op at
         # others too (merge_parts its last part, trim_lengths rows of a bias): each set gets a model when it comes.
-        runners = {_fixed([op.query.shape, op.key.shape, *(desc.shape for _, desc in op.operands)]): runner_of(op)}
-        acc = torch.float64 if op.dtype == "float64" else torch.float32
-        lse, weights = op.outputs.lse, op.outputs.weights
+        described = [op.query.shape, op.key.shape, *(desc.shape for _, desc in op.operands)]
+        runners = {_fixed(op, described): runner_of(op)}
+        lse, weights, state = op.outputs.lse, op.outputs.weights, op.outputs.state
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
             rows = q.shape[:3]
             given = [x.contiguous() for x in (q, k, v, *(t[name] for name in names))]
             results = [q.new_empty((*rows, v.shape[3]))]
-            results += [q.new_empty(rows, dtype=acc)] if lse else []
+            results += [q.new_empty(rows, dtype=state_dtype(q.dtype))] if lse else []
             results += [q.new_empty((*rows, k.shape[2]))] if weights else []
-            fixed = _fixed([q.shape, k.shape, *(x.shape for x in given[3:])])
+            after = _new_state(op, q, k, v) if state else None
+            fixed = _fixed(op, [q.shape, k.shape, *(x.shape for x in given[3:])])
             if fixed not in runners:
                 runners[fixed] = runner_of(_at_sizes(op, given))
-            runners[fixed](given, results)
-            if not (lse or weights):
+            carried = [x for x in after or () if isinstance(x, torch.Tensor)]
+            runners[fixed](given, [*results, *carried])
+            if not (lse or weights or state):
                 return results[0]
-            return Raw(results[0], results[1] if lse else None, results[-1] if weights else None)
+            return Raw(results[0], results[1] if lse else None, results[-1] if weights else None, after)
 
         return Executable(run)
 
@@ -117,10 +128,24 @@ class OnnxRuntime(Backend):
         return Cost(cost.flops, cost.bytes + 2.0 * copied, 3.0)
 
 
-def _fixed(shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:
-    """What a model fixes: the heads of query and key, and which sizes of the operands are 1."""
+def _fixed(op: AttentionOp, shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    """What a model fixes: the heads of query and key, and which sizes of the operands are 1.
+
+    One of the linear family also takes another form when there are as many queries as keys.
+    """
     query, key, *operands = shapes
-    return (query[1], key[1], *(tuple(size == 1 for size in shape) for shape in operands))
+    square = isinstance(op.weight, Linear) and query[2] == key[2]
+    return (query[1], key[1], square, *(tuple(size == 1 for size in shape) for shape in operands))
+
+
+def _new_state(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> LinearState:
+    """Room for the state that comes out."""
+    assert isinstance(op.weight, Linear)
+    acc = state_dtype(q.dtype)
+    sizes = (q.shape[0], k.shape[1] if op.weight.decay is None else q.shape[1], q.shape[3])
+    z = None if op.weight.normalizer_eps is None else q.new_empty(sizes, dtype=acc)
+    length = q.new_empty(q.shape[:1], dtype=torch.int64)
+    return LinearState(q.new_empty((*sizes, v.shape[3]), dtype=acc), z, length)
 
 
 def _at_sizes(op: AttentionOp, given: Sequence[torch.Tensor]) -> AttentionOp:
@@ -151,7 +176,8 @@ def form_for(op: AttentionOp) -> Any:
     from attn_dispatch.lowering.forms import reasons_against
     from attn_dispatch.lowering.target import Target
 
-    targets = [Target(form, _OPSET, proven(op.device), str(runtime(op.device))) for form in ("standard", "decomposed")]
+    forms = ("contrib", "standard", "decomposed") if isinstance(op.weight, Linear) else ("standard", "decomposed")
+    targets = [Target(form, _OPSET, proven(op.device), str(runtime(op.device))) for form in forms]
     for target in targets:
         if not reasons_against(op, target):
             return target

@@ -15,10 +15,11 @@ from attn_dispatch.errors import ExportError
 from attn_dispatch.export.report import Call
 from attn_dispatch.export.trace import DOMAIN, TracedCall
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.select_op import SelectOp
 from attn_dispatch.lowering.forms import Target, lower, reasons_against
 from attn_dispatch.lowering.nodes import Nodes
 
-__all__ = ["METADATA", "choose_form", "place", "read_calls"]
+__all__ = ["METADATA", "choose_form", "decide_here", "place", "read_calls"]
 
 METADATA = "attn_dispatch.calls"  # on the model: JSON, a list of what `Call` has and the op itself
 _INDEX = "attn_dispatch.call"  # on each node: which call it stands for
@@ -91,6 +92,8 @@ def place(model: ir.Model, calls: Sequence[TracedCall], targets: Sequence[Target
         raise ExportError("an attention call inside a branch or loop (torch.cond, while_loop) cannot be lowered")
     for domain, version in nodes.domains.items():
         model.opset_imports[domain] = opset if domain == "" else version
+    for function in nodes.functions.values():
+        model.functions[function.identifier()] = function
     if not any(n.domain == DOMAIN for n in model.graph.all_nodes()) and not model.functions:
         model.opset_imports.pop(DOMAIN, None)
     NameFixPass()(model)
@@ -100,7 +103,7 @@ def place(model: ir.Model, calls: Sequence[TracedCall], targets: Sequence[Target
     return [call for _, call in found]
 
 
-def _shown(op: AttentionOp) -> AttentionOp:
+def _shown(op: AttentionOp | SelectOp) -> AttentionOp | SelectOp:
     return op.with_(traced=False)
 
 
@@ -111,16 +114,25 @@ def _plain(call: Call) -> dict[str, Any]:
 def _decision(call: TracedCall) -> str:
     """What the dispatcher would run for this call on this machine."""
     from attn_dispatch.context import as_names
-    from attn_dispatch.registry import current
-    from attn_dispatch.report import explain_op
     from attn_dispatch.selection.decide import Request
 
-    wishes = [] if call.backend is None else [Request(as_names(call.backend), "backend=", True)]
-    report = explain_op(_shown(call.op), wishes, current())
+    return decide_here(
+        _shown(call.op), [] if call.backend is None else [Request(as_names(call.backend), "backend=", True)]
+    )
+
+
+def decide_here(op: AttentionOp | SelectOp, wishes: Sequence[Any]) -> str:
+    """What the dispatcher would run for an op on this machine, in one line."""
+    from attn_dispatch.registry import current
+    from attn_dispatch.report import explain_op
+
+    if isinstance(op, SelectOp):
+        return "select (there is one way to run it)"
+    report = explain_op(op, wishes, current())
     return f"{report.chosen} ({report.source}: {report.why})" if report.chosen else report.error.splitlines()[0]
 
 
-def read_calls(model: ir.Model, name: str = "the model") -> list[tuple[Call, AttentionOp]]:
+def read_calls(model: ir.Model, name: str = "the model") -> list[tuple[Call, AttentionOp | SelectOp]]:
     """The calls that an exported model says it has; empty for a model of somebody else.
 
     Raises:
@@ -134,7 +146,7 @@ def read_calls(model: ir.Model, name: str = "the model") -> list[tuple[Call, Att
         return [
             (
                 Call(row["layer"], row["op"], row["form"], row["nodes"], row["decision"]),
-                AttentionOp.from_dict(row["op_dict"]),
+                (SelectOp if "top_k" in row["op_dict"] else AttentionOp).from_dict(row["op_dict"]),
             )
             for row in rows
         ]

@@ -61,17 +61,11 @@ def read_model(path: Path) -> Model:
         raise ExportError(f"{path} is not an ONNX model: {type(error).__name__}: {error}") from error
     if not proto.graph.node:
         raise ExportError(f"{path} is not an ONNX model: it has no nodes")
-    from attn_dispatch.export.place import METADATA, read_calls
+    from attn_dispatch.export.place import METADATA, decide_here, read_calls
 
     calls = read_calls(model, str(path))
     if not calls:
         raise ExportError(f"{path} has no {METADATA!r} in its metadata: export_onnx did not write it")
-    return Model(path, dict(model.opset_imports), tuple(c for c, _ in calls), tuple(_here(op) for _, op in calls))
-
-
-def _here(op: Any) -> str:
-    from attn_dispatch.registry import current
-    from attn_dispatch.report import explain_op
-
-    report = explain_op(op, [], current())
-    return f"{report.chosen} ({report.source}: {report.why})" if report.chosen else report.error.splitlines()[0]
+    return Model(
+        path, dict(model.opset_imports), tuple(c for c, _ in calls), tuple(decide_here(op, []) for _, op in calls)
+    )

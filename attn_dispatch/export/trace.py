@@ -14,23 +14,27 @@ import onnx_ir as ir
 import torch
 from onnxscript import values
 
-from attn_dispatch import torch_op
+from attn_dispatch import torch_op, torch_select
 from attn_dispatch.errors import ExportError
 from attn_dispatch.ir.mask_text import parse_mask
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.select_op import SelectOp
 from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name
 from attn_dispatch.ir.weights import Linear
+from attn_dispatch.nn import static_cache
 from attn_dispatch.tracing import describe_traced
 
 __all__ = ["DOMAIN", "Traced", "TracedCall", "to_onnx_graph", "trace"]
 
 DOMAIN = "attn_dispatch"
-_OPERATOR: Any = torch_op.OPERATOR
+_TENSOR_SCATTER = 24
+_SELECT: Any = torch_select.OPERATOR
+_OPERATORS: tuple[Any, ...] = (torch_op.OPERATOR, _SELECT)  # both take three tensors, more of them, and a string
 
 
 @dataclass(frozen=True)
 class TracedCall:
-    """One attention of a traced model.
+    """One attention, or one selection of keys, of a traced model.
 
     Args:
         op: described without looking at lengths; sizes are those of the example. layer: the module that made it.
@@ -39,7 +43,7 @@ class TracedCall:
         backend: what the call asked for.
     """
 
-    op: AttentionOp
+    op: AttentionOp | SelectOp
     layer: str
     names: tuple[str, ...]
     dims: tuple[tuple[int | str, ...], ...] = ()
@@ -82,7 +86,7 @@ def trace(
             raise ExportError(f"torch.export cannot trace {name}: {type(error).__name__}: {error}") from error
     calls, others = [], []
     for node in program.graph.nodes:
-        if node.target is _OPERATOR:
+        if node.target in _OPERATORS:
             *tensors, spec = node.args
             calls.append(_described(node, tensors, spec))
             # the index stands in the string that the operator takes: it survives every retracing
@@ -102,6 +106,9 @@ def _described(node: torch.fx.Node, tensors: Sequence[Any], spec: str) -> Traced
     query, key, value, others = tensors
     options = ast.literal_eval(spec)
     names = tuple(options.pop("names"))
+    if node.target is _SELECT:
+        described = (_desc(query), _desc(key), _desc(value), [_desc(x) for x in others])
+        return TracedCall(torch_select.describe_traced_select(*described, spec).with_(traced=True), _layer(node), names)
     descs = {name: _desc(x) for name, x in zip(names, others, strict=True)}
     backend = options.pop("backend")
     mask = options.pop("mask")
@@ -151,7 +158,10 @@ def to_onnx_graph(traced: Traced, opset: int, input_names: Any = None, output_na
     Raises:
         ExportError: torch's exporter fails, or gives another opset than it was asked for.
     """
-    table: dict[Any, Any] = {_OPERATOR: _translate}
+    table: dict[Any, Any] = dict.fromkeys(_OPERATORS, _translate)
+    table[static_cache.OPERATOR] = _translate_scatter
+    if opset < _TENSOR_SCATTER and any(node.target is static_cache.OPERATOR for node in traced.program.graph.nodes):
+        raise ExportError(f"nn.tensor_scatter is TensorScatter, of opset {_TENSOR_SCATTER}; asked for opset {opset}")
     said = logging.getLogger("torch.onnx._internal.exporter._registration")  # it says that torchvision is missing
     level = said.level
     said.setLevel(logging.ERROR)
@@ -175,12 +185,18 @@ def to_onnx_graph(traced: Traced, opset: int, input_names: Any = None, output_na
 def _translate(query: Any, key: Any, value: Any, tensors: Sequence[Any], spec: str) -> Any:
     """The node that stands for a call until `lowering` replaces it."""
     options = ast.literal_eval(spec)
-    count = 1 + sum(bool(options[name]) for name in ("return_lse", "return_weights"))
-    if options["return_state"]:
+    count = 1 + sum(bool(options.get(name)) for name in ("return_lse", "return_weights", "scores"))
+    if options.get("return_state"):
         normalised = options["linear"] is not None and options["linear"][1] is not None
         count += 3 if normalised else 2
     made = _operator(count)(query, key, value, *tensors, call=options["call"])
     return [made] if count == 1 else list(made)
+
+
+def _translate_scatter(past_cache: Any, update: Any, write_indices: Any) -> Any:
+    from onnxscript.onnx_opset import opset24
+
+    return opset24.TensorScatter(past_cache, update, write_indices, axis=-2, mode="linear")
 
 
 def _operator(count: int) -> values.Op:

@@ -1,13 +1,23 @@
 """The contrib form: onnxruntime's own operators, only inside the limits within which they were seen to be right.
 
 GroupQueryAttention: causal, from the last key or over equal lengths; a window whose right end is the query; soft cap;
-sinks. Several query rows over a past need a batch of 1: the runtime refuses others when it runs.
-MultiHeadAttention: every pair, equal heads, with or without a bias; its own causal flag is wrong for unequal lengths,
-and a row without a key is NaN, so neither is used.
+sinks. MultiHeadAttention: every pair, equal heads, with or without a bias; its own causal flag is wrong for unequal
+lengths and is not used. What onnxruntime 1.31.1 does on the CPU beyond these limits (12,270 combinations of
+lengths, batch, heads, head sizes, masks, dtypes):
+
+=======================================================  ==============================================================
+several query rows over a past in a batch above 1        error when it runs; refused here
+more query rows than keys; unequal lengths from key 0    error when it runs; refused here
+head_dim % 8, value head_dim != head_dim, bfloat16       error when it is loaded or runs; refused here
+MultiHeadAttention, a row whose bias is all -inf         silently NaN; its result is replaced by 0 here
+GroupQueryAttention, a NaN query row                     silently a number; replaced by NaN here
+GroupQueryAttention, NaN in a key or value               silently shows in other rows than those that attend it
+=======================================================  ==============================================================
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from attn_dispatch.capability import Reason
@@ -21,11 +31,16 @@ from attn_dispatch.lowering.target import Target
 __all__ = ["lower", "reasons_against"]
 
 _DOMAIN = "com.microsoft"
+_OLDEST = 18
 
 
 def reasons_against(op: AttentionOp, target: Target) -> list[Reason]:
     """Why none of the operators expresses an op."""
-    reasons = [_no("lse", "return_lse")] if op.outputs.lse else []
+    reasons = []
+    if target.opset < _OLDEST:
+        text = f"opset {target.opset}: the contrib form needs {_OLDEST}"
+        reasons.append(Reason("version", "opset", target.opset, f">= {_OLDEST}", f"opset={_OLDEST}", text))
+    reasons += [_no("lse", "return_lse")] if op.outputs.lse else []
     reasons += [_no("weights", "return_weights")] if op.outputs.weights else []
     if op.effective_scale <= 0:
         reasons.append(_no("scale<=0", f"scale {op.effective_scale:g}, which they take as unset or refuse"))
@@ -64,6 +79,11 @@ def _against_gqa(op: AttentionOp, target: Target) -> list[Reason]:
         reasons.append(_no("mask", f"mask {op.mask}: causal, or a window that ends at the query"))
     elif op.q_offset != END and not (op.q_offset == 0 and op.Sq == op.Skv):
         reasons.append(_no("q_offset", f"causal mask at q_offset {op.q_offset} over {op.Sq} rows and {op.Skv} keys"))
+    elif op.Sq > op.Skv:
+        reasons.append(_no("Sq", f"causal mask from the last key with more rows ({op.Sq}) than keys ({op.Skv})"))
+    elif op.Sq not in (1, op.Skv) and op.B > 1:
+        text = f"batch {op.B} with {op.Sq} rows over a past of {op.Skv - op.Sq} keys: it takes one row or a batch of 1"
+        reasons.append(_no("B", text))
     for name, size in (("head_dim", op.D), ("value head_dim", op.Dv)):
         if size != op.D or size % 8:
             text = f"{name} {size}: GroupQueryAttention takes one head_dim that is a multiple of 8"
@@ -118,7 +138,11 @@ def _mha(call: Call) -> Results:
     bias = call.bias(op.dtype)
     bias = None if bias is None else n("Expand", bias, n.shape(1, 1, call.sq, call.skv))
     out = n("MultiHeadAttention", q, k, v, None, None, bias, domain=_DOMAIN, num_heads=op.Hq, scale=op.effective_scale)
-    return _unpacked(call, out)
+    results = _unpacked(call, out)
+    if bias is None:
+        return results
+    dead = n("Equal", n("ReduceMax", bias, n.const([-1]), keepdims=1), n.const(-math.inf, op.dtype))
+    return Results(n("Where", dead, n.const(0, op.dtype), results.out))
 
 
 def _gqa(call: Call) -> Results:
@@ -142,4 +166,6 @@ def _gqa(call: Call) -> Results:
         "GroupQueryAttention", q, k, v, *past, last, scalar, None, None, None, None, sinks, domain=_DOMAIN, outputs=3,
         **attributes,
     )  # fmt: skip
-    return _unpacked(call, made[0])
+    bad = n.cast(n("IsNaN", call.query), "bool", "float32")
+    bad = n.cast(n("ReduceMax", bad, n.const([-1]), keepdims=1), "float32", "bool")
+    return Results(n("Where", bad, n.const(math.nan, op.dtype), _unpacked(call, made[0]).out))

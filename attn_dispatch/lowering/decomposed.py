@@ -28,7 +28,7 @@ def lower(call: Call) -> Results:
     op, n = call.op, call.nodes
     acc = accumulated(op.dtype)
     q, k, v = call.inputs(acc)
-    q = n("Mul", q, n.const(op.effective_scale, acc))
+    q = n.scale(q, op.effective_scale / (call.softcap or 1.0), op.D, acc)
     plain = call.allowed is None and not op.score and call.sinks is None and not op.outputs.lse
     folded = op.groups > 1
     rows = n("Reshape", q, n.const([0, op.Hkv, -1, op.D])) if folded else q
@@ -48,11 +48,10 @@ def lower(call: Call) -> Results:
 
 
 def _scored(call: Call, scores: Value, acc: str) -> Value:
-    """Soft cap, biases and mask on scaled scores."""
+    """Soft cap, biases and mask on scores that are scaled, and divided by the soft cap where there is one."""
     n = call.nodes
     if call.softcap:
-        cap = n.const(call.softcap, acc)
-        scores = n("Mul", n("Tanh", n("Div", scores, cap)), cap)
+        scores = n("Mul", n("Tanh", scores), n.const(call.softcap, acc))
     bias = call.bias(acc)
     scores = scores if bias is None else n("Add", scores, bias)
     if call.allowed is not None:

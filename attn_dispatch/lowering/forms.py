@@ -11,19 +11,23 @@ standard        Attention of opset 23 or 24. Masks by attribute (`is_causal`), b
 decomposed      MatMul, Softmax and what is between, opset 18 and newer. GQA folds the group into query rows, so no key
                 is repeated; sums in float32; empty rows are 0
 contrib         com.microsoft, see `contrib`
-function        the decomposed form as the body of a function of the domain ``attn_dispatch``
+function        the decomposed form as the body of a function of the domain ``attn_dispatch``, see `function`
 ==============  ===================================================================================================
+
+The linear family has its own page, `linear`, for all forms; key selection is `select`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from attn_dispatch.capability import Reason
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.select_op import SelectOp
 from attn_dispatch.ir.weights import Linear
-from attn_dispatch.lowering import contrib, decomposed, linear, standard
-from attn_dispatch.lowering.masks import KNOWN_ATOMS
+from attn_dispatch.lowering import contrib, decomposed, function, linear, select, standard
+from attn_dispatch.lowering.masks import reasons_against_mask
 from attn_dispatch.lowering.nodes import Nodes, Value
 from attn_dispatch.lowering.parts import Call, Results
 from attn_dispatch.lowering.target import FORMS, Target
@@ -31,39 +35,40 @@ from attn_dispatch.lowering.target import FORMS, Target
 __all__ = ["FORMS", "Results", "Target", "lower", "reasons_against"]
 
 
-def reasons_against(op: AttentionOp, target: Target) -> list[Reason]:
+def reasons_against(op: AttentionOp | SelectOp, target: Target) -> list[Reason]:
     """Why this op cannot be lowered for this target; empty when it can."""
-    reasons = []
+    if isinstance(op, SelectOp):
+        return select.reasons_against(op, target)
+    reasons = reasons_against_mask(op.mask)
     if op.dropout_p > 0:
         text = f"dropout {op.dropout_p:g}: a model runs without it"
         reasons.append(Reason("feature", "dropout", op.dropout_p, 0.0, "model.eval()", text))
-    for atom in op.mask.atoms():
-        if type(atom) not in KNOWN_ATOMS:
-            text = f"mask {type(atom).__name__} has no ONNX form"
-            reasons.append(Reason("feature", atom.feature, str(atom), "the masks of attn_dispatch.masks", text=text))
-    if isinstance(op.weight, Linear):
-        return reasons + linear.reasons_against(op, target)
-    return reasons + _SOFTMAX[target.form].reasons_against(op, target)
+    return reasons + _form(op, target).reasons_against(op, target)
 
 
-def lower(op: AttentionOp, inputs: tuple[Value, Value, Value], operands: Mapping[str, Value], nodes: Nodes,
+def lower(op: AttentionOp | SelectOp, inputs: tuple[Value, Value, Value], operands: Mapping[str, Value], nodes: Nodes,
           target: Target) -> Results:  # fmt: skip
     """Make the nodes of an op.
 
     Args:
         op: described; its lengths are not looked at.
-        inputs: query ``[B, Hq, Sq, D]``, key ``[B, Hkv, Skv, D]``, value ``[B, Hkv, Skv, Dv]``.
+        inputs: query ``[B, Hq, Sq, D]``, key ``[B, Hkv, Skv, D]``, value ``[B, Hkv, Skv, Dv]``; of a selection, see
+            `select.lower`.
         operands: the op's operands by name.
         nodes: what makes the nodes.
         target: the form, and what the runtime is known to do right.
 
     Returns:
-        The values of out ``[B, Hq, Sq, Dv]``, lse and weights, as the op wants them.
+        The values of out ``[B, Hq, Sq, Dv]``, lse, weights and state, as the op wants them.
     """
-    call = Call(op, *inputs, operands, nodes, target)
-    if isinstance(op.weight, Linear):
-        return linear.lower(call)
-    return _SOFTMAX[target.form].lower(call)
+    if isinstance(op, SelectOp):
+        return select.lower(op, inputs, operands, nodes)
+    results: Results = _form(op, target).lower(Call(op, *inputs, operands, nodes, target))
+    return results
 
 
-_SOFTMAX = {"standard": standard, "decomposed": decomposed, "contrib": contrib, "function": decomposed}
+def _form(op: AttentionOp, target: Target) -> Any:
+    """The module that lowers an op for a target."""
+    if isinstance(op.weight, Linear) and target.form != "function":
+        return linear
+    return {"standard": standard, "decomposed": decomposed, "contrib": contrib, "function": function}[target.form]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from attn_dispatch.capability import Reason
 from attn_dispatch.ir import atoms
 from attn_dispatch.ir.masks import And, Mask, Not, Or
 from attn_dispatch.ir.operands import Held, Operand, Table
@@ -15,7 +16,7 @@ from attn_dispatch.ir.select_op import SelectOp
 from attn_dispatch.ir.tensors import Ref, dtype_name
 from attn_dispatch.lowering.nodes import Nodes, Value
 
-__all__ = ["KNOWN_ATOMS", "Grid", "allowed", "key_columns"]
+__all__ = ["KNOWN_ATOMS", "Grid", "allowed", "key_columns", "reasons_against_mask"]
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,16 @@ def allowed(mask: Mask, grid: Grid) -> Value:
         return result
     lowered: Value = _ATOMS[type(mask)](mask, grid)
     return lowered
+
+
+def reasons_against_mask(mask: Mask) -> list[Reason]:
+    """Why a mask has no nodes: atoms that are not known here."""
+    reasons = []
+    for atom in mask.atoms():
+        if type(atom) not in KNOWN_ATOMS:
+            text = f"mask {type(atom).__name__} has no ONNX form"
+            reasons.append(Reason("feature", atom.feature, str(atom), "the masks of attn_dispatch.masks", text=text))
+    return reasons
 
 
 def key_columns(op: AttentionOp) -> Mask | None:

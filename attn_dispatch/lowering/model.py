@@ -1,4 +1,4 @@
-"""One op as an ONNX model of its own: what the onnxruntime backend runs and what the node tests check."""
+"""One op as an ONNX model of its own: what the onnxruntime backend runs, and what the tests of the lowering do."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.select_op import SelectOp
 from attn_dispatch.ir.tensors import TensorDesc
 from attn_dispatch.lowering.forms import Results, Target, lower
 from attn_dispatch.lowering.nodes import DTYPES, Nodes, Value
 
-__all__ = ["build_model", "input_names", "output_names"]
+__all__ = ["build_model", "build_select_model", "input_names", "output_names"]
 
 _IR_VERSION = 10  # the oldest that runtimes of the last two years all read, and new enough for opset 24
 
@@ -26,7 +27,7 @@ def output_names(op: AttentionOp) -> list[str]:
     """The outputs of `build_model`'s model, in order."""
     outputs = [name for name in ("lse", "weights") if getattr(op.outputs, name)]
     if op.outputs.state:
-        outputs += ["state", *(["state_z"] if _has_z(op) else []), "state_length"]
+        outputs += ["present_state", *(["present_state_z"] if _has_z(op) else []), "present_state_length"]
     return ["out", *outputs]
 
 
@@ -60,11 +61,36 @@ def build_model(op: AttentionOp, target: Target) -> ir.Model:
     }
     operands = {name: _input(name, desc, _open(desc)) for name, desc in op.operands}
     results = lower(op, (main["query"], main["key"], main["value"]), operands, nodes, target)
-    outputs = _named(results, op, nodes)
-    graph = ir.Graph(
-        [*main.values(), *operands.values()], outputs, nodes=nodes.take(), opset_imports=nodes.domains, name="attention"
+    return _model("attention", [*main.values(), *operands.values()], _named(results, op, nodes), nodes)
+
+
+def build_select_model(op: SelectOp, target: Target) -> ir.Model:
+    """A model that computes one selection; batch and lengths are symbols, index heads and their size are fixed.
+
+    Returns:
+        A model with the inputs ``query`` ``[B, Hi, Sq, Di]``, ``key`` ``[B, Skv, Di]``, ``weights`` ``[B, Sq, Hi]`` and
+        the op's operands, and the outputs ``indices`` and, when wanted, ``scores``, ``[B, Sq, top_k]``.
+    """
+    nodes = Nodes(target.opset)
+    main = (
+        _input("query", op.query, ("B", op.Hi, "Sq", op.Di)),
+        _input("key", op.key, ("B", "Skv", op.Di)),
+        _input("weights", op.weights, ("B", "Sq", op.Hi)),
     )
-    NameFixPass()(model := ir.Model(graph, ir_version=_IR_VERSION, producer_name="attn_dispatch"))
+    operands = {name: _input(name, desc, _open(desc)) for name, desc in op.operands}
+    outputs = list(lower(op, main, operands, nodes, target).flat())
+    acc = "float64" if "float64" in (op.query.dtype, op.key.dtype, op.weights.dtype) else "float32"
+    for name, dtype, value in zip(("indices", "scores"), ("int64", acc), outputs, strict=False):
+        value.name, value.type = name, ir.TensorType(DTYPES[dtype])
+        value.shape = ir.Shape(("B", "Sq", op.top_k))
+    return _model("select", [*main, *operands.values()], outputs, nodes)
+
+
+def _model(name: str, inputs: list[Value], outputs: list[Value], nodes: Nodes) -> ir.Model:
+    graph = ir.Graph(inputs, outputs, nodes=nodes.take(), opset_imports=nodes.domains, name=name)
+    functions = tuple(nodes.functions.values())
+    model = ir.Model(graph, ir_version=_IR_VERSION, producer_name="attn_dispatch", functions=functions)
+    NameFixPass()(model)
     return model
 
 
@@ -84,9 +110,9 @@ def _named(results: Results, op: AttentionOp, nodes: Nodes) -> list[Value]:
         "out": (op.dtype, ("B", op.Hq, "Sq", op.Dv)),
         "lse": (acc, ("B", op.Hq, "Sq")),
         "weights": (op.dtype, ("B", op.Hq, "Sq", "Skv")),
-        "state": (acc, ("B", None, op.D, op.Dv)),
-        "state_z": (acc, ("B", None, op.D)),
-        "state_length": ("int64", ("B",)),
+        "present_state": (acc, ("B", None, op.D, op.Dv)),
+        "present_state_z": (acc, ("B", None, op.D)),
+        "present_state_length": ("int64", ("B",)),
     }
     outputs = []
     for name, value in zip(output_names(op), results.flat(), strict=True):

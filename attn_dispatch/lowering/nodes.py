@@ -30,6 +30,8 @@ class Nodes:
     So a mask that thirty layers share is computed once: sizes that carry the same symbol are the same value, and what
     is built from the same values is the same value again. Nodes must be inserted in the order in which they are made.
 
+    A model needs more than the nodes: ``domains``, what it must import, and ``functions``, by domain and name.
+
     Args:
         opset: version of the domain ``ai.onnx``.
     """
@@ -37,6 +39,7 @@ class Nodes:
     def __init__(self, opset: int) -> None:
         self.opset = opset
         self.domains: dict[str, int] = {"": opset}
+        self.functions: dict[tuple[str, str], ir.Function] = {}
         self._made: list[ir.Node] = []
         self._known: dict[Any, tuple[Value, ...]] = {}
 
@@ -108,6 +111,20 @@ class Nodes:
     def cast(self, x: Value, source: str, target: str) -> Value:
         """From one dtype to another; nothing where they are the same."""
         result: Value = x if source == target else self("Cast", x, to=int(DTYPES[target]))
+        return result
+
+    def scale(self, x: Value, factor: float, width: int, dtype: str) -> Value:
+        """``x [..., width]`` times a number.
+
+        onnxruntime folds a scalar beside a MatMul into an attribute of a fused node, which has float32's digits; so in
+        float64 the number is a row of them, or a matrix where that row would be a scalar again.
+        """
+        if dtype != "float64":
+            result: Value = self("Mul", x, self.const(factor, dtype))
+        elif width == 1:
+            result = self("MatMul", x, self.const([[factor]], dtype))
+        else:
+            result = self("Mul", x, self.const([factor] * width, dtype))
         return result
 
     def both(self, parts: Sequence[Value], word: str = "And") -> Value:

@@ -9,7 +9,7 @@ __all__ = ["FORMS", "MAX_OPSET", "PROVABLE", "SPECIFIED", "Target"]
 FORMS = ("standard", "decomposed", "contrib", "function")
 MAX_OPSET = 28
 
-# What the specification promises and not every runtime keeps; `attn_dispatch.backends.onnxruntime_probes` asks it.
+# What the specification promises and not every runtime keeps; `attn_dispatch.backends.ort_probes` asks it.
 PROVABLE = {
     "causal_start": "is_causal counts from the first key, whatever the lengths are",
     "causal_end": "is_causal with nonpad_kv_seqlen counts from the last key",
@@ -24,8 +24,9 @@ PROVABLE = {
     "linear_attention": "LinearAttention of opset 27",
     "contrib_gqa": "com.microsoft GroupQueryAttention",
     "contrib_mha": "com.microsoft MultiHeadAttention",
+    "contrib_linear": "com.microsoft LinearAttention",
 }
-SPECIFIED = frozenset(PROVABLE) - {"contrib_gqa", "contrib_mha"}
+SPECIFIED = frozenset(word for word in PROVABLE if not word.startswith("contrib_"))
 
 
 @dataclass(frozen=True)

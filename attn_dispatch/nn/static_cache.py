@@ -12,7 +12,7 @@ __all__ = ["OPERATOR", "tensor_scatter"]
 
 
 def tensor_scatter(past_cache: torch.Tensor, update: torch.Tensor, write_indices: torch.Tensor) -> torch.Tensor:
-    """A copy of a cache with new rows in it; ONNX's ``TensorScatter`` (linear), which an exported model has in its place.
+    """A copy of a cache with new rows in it: the linear ``TensorScatter`` of ONNX, which an exported model has for it.
 
     With a cache of fixed size a decode step has fixed shapes, and a ragged batch needs no padding: attend it with
     ``key_lengths=write_indices + n`` and ``q_offset=write_indices``.

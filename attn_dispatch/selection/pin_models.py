@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import difflib
+import re
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Literal
 
@@ -30,6 +31,7 @@ __all__ = [
     "SCHEMA",
     "FileModel",
     "HardwareModel",
+    "KnownBadModel",
     "MeasuredModel",
     "PinModel",
     "TunedModel",
@@ -169,6 +171,30 @@ def _chain(value: Any) -> str:
     return " > ".join(parts)
 
 
+def _id(value: Any) -> str:
+    text = _text(value)
+    if not re.fullmatch(r"[a-z0-9][a-z0-9._-]*", text):
+        raise ValueError(f"{text!r} is no name of an entry: lower case, digits and - . _ only")
+    return text
+
+
+def _link(value: Any) -> str:
+    text = _text(value)
+    if not text.startswith(("https://", "http://")):
+        raise ValueError(f"{text!r} is no link: write the report's address, https://...")
+    return text
+
+
+def _specifier(value: Any) -> str:
+    from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+    text = _text(value)
+    try:
+        return str(SpecifierSet(text))
+    except InvalidSpecifier:
+        raise ValueError(f'{text!r} is no range of versions: write ">=2.11,<2.14"') from None
+
+
 def _distinct(names: list[str]) -> list[str]:
     for name in names:
         if names.count(name) > 1:
@@ -252,6 +278,13 @@ _ChainText = Annotated[str, PlainValidator(_chain)]
 Chains = Annotated[list[_ChainText], _List, AfterValidator(_distinct), WithJsonSchema(_one_or_more(_TEXT))]
 
 
+_Id = Annotated[str, PlainValidator(_id), WithJsonSchema(_TEXT)]
+_Name = Annotated[str, PlainValidator(_text), WithJsonSchema(_TEXT)]
+_Link = Annotated[str, PlainValidator(_link), WithJsonSchema(_TEXT)]
+_Versions = Annotated[str, PlainValidator(_specifier), WithJsonSchema(_TEXT)]
+Ids = Annotated[list[_Id], _List, WithJsonSchema(_one_or_more(_TEXT))]
+
+
 # --- the models ------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +353,29 @@ class PinModel(_Strict):
         return self
 
 
+class KnownBadModel(_Strict):
+    """A combination that is known to be wrong: it is refused, with its text and link."""
+
+    id: _Id = Field(description="Its name; allow_known_bad names it.")
+    backend: _Name = Field(description="The backend that it bars, in every chain.")
+    version: _Versions = Field(
+        default="", description="Versions of the backend, as pip writes them; all when left out."
+    )
+    hardware: HardwareModel | None = Field(default=None, description="On which machine; any when left out.")
+    when: WhenModel = Field(default_factory=WhenModel, description="Which ops; every op when left out.")
+    why: _Name = Field(description="What is wrong, in one line.")
+    link: _Link = Field(description="The report.")
+    instead: Annotated[str, PlainValidator(_chain), WithJsonSchema(_TEXT)] = Field(
+        default="", description="Backend or chain to run instead."
+    )
+
+    @model_validator(mode="after")
+    def _knows_what_is_compared(self) -> KnownBadModel:
+        if self.when.layers:
+            raise ValueError("a known-bad entry cannot look at layers: it is about the op")
+        return self
+
+
 class TunedModel(_Strict):
     """A measured result, written by attn-dispatch tune; its shape is checked and nothing else."""
 
@@ -365,6 +421,10 @@ class FileModel(_Strict):
     tuned: Annotated[list[TunedModel], BeforeValidator(_nothing_is_none)] = Field(
         default=[], description="Measured results."
     )
+    known_bad: Annotated[list[KnownBadModel], BeforeValidator(_nothing_is_none)] = Field(
+        default=[], description="Combinations that are known to be wrong and are refused."
+    )
+    allow_known_bad: Ids = Field(default=[], description="Names of known-bad entries that may run all the same.")
     measured: Annotated[MeasuredModel | None, BeforeValidator(_not_none)] = Field(
         default=None, description="Where the file comes from."
     )
@@ -376,6 +436,9 @@ _BY_PLACE: dict[tuple[str, ...], type[BaseModel]] = {
     ("pins",): PinModel,
     ("pins", "when"): WhenModel,
     ("tuned",): TunedModel,
+    ("known_bad",): KnownBadModel,
+    ("known_bad", "when"): WhenModel,
+    ("known_bad", "hardware"): HardwareModel,
     ("measured",): MeasuredModel,
 }
 

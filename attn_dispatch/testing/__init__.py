@@ -213,7 +213,7 @@ def _refusal(rewrites: tuple[str, ...], backend: str, op: AttentionOp, registry:
             _require(_is_said(applied), "refusal", f"{rewrite} refused without a reason: {applied!r}")
             return (applied,)
         inner = applied.inner
-    reasons = reasons_of(registry.backends[backend], inner)
+    reasons = reasons_of(registry.backends[backend], inner, registry)
     capability = registry.backends[backend].capability_on(inner.device)
     for reason in reasons:
         where = f"{backend} refused {inner}: {reason!r}"

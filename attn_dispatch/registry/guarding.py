@@ -2,6 +2,7 @@
 
 A plugin is imported, asked and compiled inside a `Watch`. What it changed is put back, what it
 printed is kept apart from the host's output, and ``changes`` says all of it, so that the culprit can be named.
+Random numbers are left alone while other threads live: theirs cannot be told from the plugin's.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import io
 import os
 import random
 import sys
+import threading
 import time
 from types import TracebackType
 from typing import Any
@@ -18,6 +20,17 @@ from typing import Any
 import torch
 
 __all__ = ["Watch"]
+
+
+class _OwnThread(io.StringIO):
+    """Keeps what this thread prints, and hands on what others do."""
+
+    def __init__(self, host: Any) -> None:
+        super().__init__()
+        self._host, self._thread = host, threading.get_ident()
+
+    def write(self, text: str) -> int:
+        return super().write(text) if threading.get_ident() == self._thread else self._host.write(text)
 
 
 class Watch:
@@ -39,7 +52,7 @@ class Watch:
         self.seconds = 0.0
 
     def __enter__(self) -> Watch:
-        self._printed = io.StringIO()
+        self._printed = _OwnThread(sys.stdout)
         self._streams = contextlib.ExitStack()
         self._streams.enter_context(contextlib.redirect_stdout(self._printed))
         self._state = {name: read() for name, (read, _, _) in _STATE.items()}
@@ -55,10 +68,11 @@ class Watch:
             if before != after:
                 restore(before)
                 self.changes.append(f"changed {words} from {before} to {after}")
-        if not torch.equal(self._torch, torch.get_rng_state()):
+        alone = threading.active_count() == 1
+        if alone and not torch.equal(self._torch, torch.get_rng_state()):
             torch.set_rng_state(self._torch)
             self.changes.append("moved torch's random number generator")
-        if self._random != random.getstate():
+        if alone and self._random != random.getstate():
             random.setstate(self._random)
             self.changes.append("moved Python's random number generator")
         if self._printed.getvalue():

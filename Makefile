@@ -3,8 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+# The same packages with the newest onnxruntime in place of onnxruntime-gpu, whose releases lag; never both in one.
+ORT_VENV ?= .venv-onnxruntime
+ORT_STAMP := $(ORT_VENV)/.installed
+SITE = import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: demo test check docs bench clean
+.PHONY: demo test test-onnxruntime check docs bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -22,6 +26,19 @@ demo: $(STAMP)
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2
 
+# Links to the packages of the first environment instead of a second torch. pip sees its own onnxruntime and no other.
+$(ORT_STAMP): $(STAMP) constraints-onnxruntime.txt
+	rm -rf $(ORT_VENV)
+	$(BIN)/python -m venv --without-pip $(ORT_VENV)
+	find $$($(BIN)/python -c '$(SITE)') -mindepth 1 -maxdepth 1 ! -name 'onnxruntime*' ! -name __pycache__ \
+		-exec ln -s -t $$($(ORT_VENV)/bin/python -c '$(SITE)') {} +
+	$(ORT_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps onnxruntime \
+		-c constraints-onnxruntime.txt
+	touch $@
+
+test-onnxruntime: $(ORT_STAMP)
+	$(ORT_VENV)/bin/python -m pytest -m onnx
+
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -34,4 +51,4 @@ bench: $(STAMP)
 	$(BIN)/attn-dispatch bench
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) $(ORT_VENV) build dist *.egg-info

@@ -15,16 +15,19 @@ if TYPE_CHECKING:
         AttnDispatchError,
         BackendError,
         ConfigError,
+        ExportError,
         InputError,
         InputTypeError,
         NoBackendError,
         UnknownBackendError,
     )
+    from attn_dispatch.export import export_onnx
 
 __all__ = [
     "AttnDispatchError",
     "BackendError",
     "ConfigError",
+    "ExportError",
     "InputError",
     "InputTypeError",
     "NoBackendError",
@@ -34,6 +37,7 @@ __all__ = [
     "biases",
     "dispatch",
     "explain",
+    "export_onnx",
     "integrations",
     "masks",
     "nn",
@@ -54,6 +58,8 @@ def __getattr__(name: str) -> Any:  # importing the package costs nothing until 
         return importlib.import_module(f"attn_dispatch.{name}")
     if name in _FUNCTIONS:
         return getattr(importlib.import_module("attn_dispatch.dispatch"), name)
+    if name == "export_onnx":
+        return importlib.import_module("attn_dispatch.export").export_onnx
     if name in _ERRORS:
         return getattr(importlib.import_module("attn_dispatch.errors"), name)
     raise AttributeError(f"module 'attn_dispatch' has no attribute {name!r}")

@@ -96,6 +96,10 @@ class Backend:
         """Reasons that no declared fact can express; most backends have none."""
         return []
 
+    def remarks(self, op: AttentionOp) -> list[str]:
+        """What `explain` adds about an op that it takes; unlike `reasons_against`, this may load its library."""
+        return []
+
     def reasons_against(self, op: AttentionOp) -> list[Reason]:
         """Everything that speaks against this op, with values and limits."""
         missing = self.unavailable()

@@ -9,12 +9,14 @@
     ├── NotTunedError (LookupError)      autotune="assert" and nothing was measured for this op
     ├── UnknownBackendError (ValueError) a name that no registered backend, rewrite or chain has
     ├── ConfigError (ValueError)         a file or an environment variable that cannot be used
+    ├── ExportError (RuntimeError)       a model, or an op of it, cannot be written as ONNX as asked, or is wrong there
     └── BackendError (RuntimeError)      a backend broke its contract while it was compiled or run
 
     AttnDispatchWarning (UserWarning)
     ├── PluginWarning                    a plugin was set aside; said once, when it is discovered
     ├── FallbackWarning                  a preference could not be met; said once per reason
     ├── ConfigWarning                    a configuration file, or a name in one, is ignored; said once per file and name
+    ├── ExportWarning                    an exported model holds attention that the dispatcher did not write
     ├── StoreWarning                     a file of the tuned store cannot be used or written; said once
     └── RankWarning                      ranks of torch.distributed cannot tune together; names the one that differs
 
@@ -29,6 +31,8 @@ __all__ = [
     "BackendError",
     "ConfigError",
     "ConfigWarning",
+    "ExportError",
+    "ExportWarning",
     "FallbackWarning",
     "InputError",
     "InputTypeError",
@@ -96,6 +100,10 @@ class ConfigError(AttnDispatchError, ValueError):
     """A configuration file, pin or environment variable that cannot be used."""
 
 
+class ExportError(AttnDispatchError, RuntimeError):
+    """A model, or an op of it, cannot be written as ONNX as asked, or computes something else there."""
+
+
 class BackendError(AttnDispatchError, RuntimeError):
     """A backend broke its contract while it was compiled or run; the message names it and its distribution."""
 
@@ -114,6 +122,10 @@ class FallbackWarning(AttnDispatchWarning):
 
 class ConfigWarning(AttnDispatchWarning):
     """A configuration file, or a name in one, is ignored."""
+
+
+class ExportWarning(AttnDispatchWarning):
+    """An exported model holds attention that the dispatcher did not write."""
 
 
 class StoreWarning(AttnDispatchWarning):

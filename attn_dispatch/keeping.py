@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,10 +34,10 @@ def keep_route(
     """
     tensors = (query, key, value, *named.values())
     operands = made.binding.operands if named else None
-    length = key.size(2) if key.ndim == 4 and not named else 0
+    length = key.size(2) if key.ndim == 4 and _know_no_length(named, made) else 0
     others = routes.table.get(options, ()) if length else ()
-    opened = next((r for r in others if r.runs is not None and r.check(query, key, value)), None)
-    like = next((r for r in others if _same_but_length(r, query, key, value)), None)
+    opened = next((r for r in others if r.runs is not None and r.check(*tensors)), None)
+    like = next((r for r in others if _same_but_length(r, tensors)), None)
     if (opened is not None or like is not None) and _is_right_for_its_bucket(made):
         index = (length - 1).bit_length()
         if opened is not None and opened.runs is not None:
@@ -49,12 +49,23 @@ def keep_route(
     routes.add(options, Route(make_guard(tensors), made.run, operands, length))
 
 
-def _same_but_length(route: Route, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+# Tensors that stay as they are when the keys grow. Others (masks, biases, lists) have a size or a check of that length.
+_LENGTHLESS = frozenset({"key_lengths", "query_lengths", "q_offset", "sinks", "decay"})
+
+
+def _know_no_length(named: Mapping[str, torch.Tensor], made: Plan) -> bool:
+    """Whether a route of a call with these tensors may be asked to leave the key length open."""
+    slopes = {"bias"} if "bias" in named and named["bias"].ndim == 1 else set()
+    return not set(named) - _LENGTHLESS - slopes and not made.op.outputs.state
+
+
+def _same_but_length(route: Route, tensors: Sequence[torch.Tensor]) -> bool:
     """Whether a route is for this call at another key length of the same bucket: it accepts keys of its own length."""
+    query, key, value, *rest = tensors
     if route.length == 0 or bucket(route.length) != bucket(key.size(2)):
         return False
     own = [x.new_empty((*x.shape[:2], route.length, x.shape[3])).requires_grad_(x.requires_grad) for x in (key, value)]
-    return route.check(query, own[0], own[0] if value is key else own[1])
+    return route.check(query, own[0], own[0] if value is key else own[1], *rest)
 
 
 def _is_right_for_its_bucket(made: Plan) -> bool:

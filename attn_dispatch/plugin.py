@@ -60,6 +60,7 @@ from attn_dispatch.ir.atoms import (
 from attn_dispatch.ir.masks import And, Not, Or
 from attn_dispatch.registry.hookspecs import hookimpl
 from attn_dispatch.rewrites.base import Rewrite, Rewritten, not_useful
+from attn_dispatch.state import LinearState
 
 __all__ = [
     "ALL_FEATURES",
@@ -85,6 +86,7 @@ __all__ = [
     "KeyRange",
     "Limit",
     "Linear",
+    "LinearState",
     "Mask",
     "Not",
     "Operands",

@@ -15,6 +15,7 @@ from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.passes import canonicalise
 from attn_dispatch.plan import at_shape, bucket_decision
 from attn_dispatch.registry import Registry
+from attn_dispatch.selection.candidates import Candidate
 from attn_dispatch.selection.decide import Request, ranked
 from attn_dispatch.selection.pins import current_pins
 from attn_dispatch.selection.store import explain_miss
@@ -126,7 +127,22 @@ def explain_op(
     if not wishes:  # decided for the bucket: what is legal here is asked again, with the values of here
         legal, refused = ranked(op, registry)
     named = tuple((c.name, us) for c, us in legal)
+    said += [*decision.notes, *_remarks(legal, op, registry)]
     return Report(
-        op, passes, (*dict.fromkeys(said), *decision.notes), decision.chosen.name, decision.source, decision.why, named,
+        op, passes, tuple(dict.fromkeys(said)), decision.chosen.name, decision.source, decision.why, named,
         refused, measured=decision.measured_us,
     )  # fmt: skip
+
+
+def _remarks(legal: Sequence[tuple[Candidate, float]], op: AttentionOp, registry: Registry) -> list[str]:
+    """What backends that could run the op add; a stranger's mistake in saying so is said in its place."""
+    said = []
+    for candidate, _ in legal:
+        if candidate.chain.steps:
+            continue
+        backend = candidate.backend
+        try:
+            said += backend.remarks(op)
+        except Exception as error:  # noqa: BLE001 - explain describes, whatever a backend's library does
+            said.append(f"{backend.name} said nothing of itself: {type(error).__name__}: {error}")
+    return said

@@ -20,7 +20,7 @@ from attn_dispatch.ir.tensors import Ref
 from attn_dispatch.state import LinearState, WithState, state_dtype
 from attn_dispatch.variants import LinearAttention, Retention, Softmax, Stateful
 
-__all__ = ["call"]
+__all__ = ["OPERATOR", "call"]
 
 _TENSOR_ARGS = ("attn_mask", "bias", "sinks", "query_lengths", "key_lengths", "q_offset")
 
@@ -96,6 +96,7 @@ def _add_state(variant: Any, names: list[str], tensors: list[torch.Tensor]) -> t
 def _arguments(tensors: list[torch.Tensor], spec: str) -> dict[str, Any]:
     """The keyword arguments of `dispatch.attention` behind a spec."""
     options = ast.literal_eval(spec)
+    options.pop("call", None)
     named = dict(zip(options.pop("names"), tensors, strict=True))
     arguments = {name: named.pop(name) for name in list(named) if name in _TENSOR_ARGS}
     if (linear := options.pop("linear")) is not None:
@@ -232,3 +233,4 @@ def _differentiate(ctx: Any, grads: list[torch.Tensor]) -> tuple[Any, ...]:
 
 
 _attention.register_autograd(_differentiate, setup_context=_setup_context)
+OPERATOR = torch.ops.attn_dispatch.attention.default  # what stands in a graph

@@ -5,14 +5,16 @@ torch.compile       what torch's SDPA does as asked is traced as SDPA, so Induct
                     lengths; everything else, and everything once somebody has chosen (`dispatch.use`, a pin, a
                     tuned result, a mode that measures), is the opaque operator ``attn_dispatch::attention``, which
                     dispatches at run time as an eager call would
-torch.export        SDPA where it does what was asked, otherwise the specification in plain ATen ops: portable
-ONNX export         always the specification: exporters and runtimes disagree about SDPA's masks, dead rows and scales
+torch.export        the opaque operator, which `export_onnx` lowers and a loaded program dispatches; with
+                    ``backend="eager"`` the specification in plain ATen ops, which runs without this package
+torch.onnx.export   the specification: exporters and runtimes disagree about SDPA's masks, dead rows and scales
 vmap, grad, jvp     an ordinary call whose op says ``traced`` and ``higher_order``; backends that cannot, refuse
 ==================  ============================================================================================
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -21,14 +23,16 @@ import torch.nn.functional as F
 from attn_dispatch import context, reference, shapes
 from attn_dispatch.errors import InputError, InputTypeError, NoBackendError
 from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths, QueryLengths, Window
-from attn_dispatch.ir.masks import Mask
+from attn_dispatch.ir.masks import And, Mask
 from attn_dispatch.ir.ops import END, AttentionOp, Outputs
 from attn_dispatch.ir.scores import Alibi, Bias, ScoreTerm, SoftCap
 from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name
 from attn_dispatch.ir.weights import Softmax as SoftmaxWeight
+from attn_dispatch.ir.weights import Weight
+from attn_dispatch.state import WithState
 from attn_dispatch.variants import Softmax
 
-__all__ = ["compiled", "exported", "is_transformed"]
+__all__ = ["compiled", "describe_traced", "exported", "is_transformed"]
 
 
 def is_transformed(*tensors: Any) -> bool:
@@ -70,7 +74,8 @@ def compiled(
               return_weights, backend, context.in_use)  # fmt: skip
     grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
     refused = grouped and enable_gqa is False  # by the frontend, inside the operator: Dynamo cannot raise our errors
-    if not refused and not _somebody_chose() and _is_sdpa(query, attn_mask, is_causal, scale, layout, extras):
+    plain = not (refused or torch.compiler.is_exporting() or _somebody_chose())
+    if plain and _is_sdpa(query, attn_mask, is_causal, scale, layout, extras):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
         )
@@ -87,44 +92,74 @@ def exported(
     window: Any, softcap: Any, bias: Any, sinks: Any, query_lengths: Any, key_lengths: Any, q_offset: Any,
     variant: Any, layout: Any, return_lse: Any, return_weights: Any, backend: Any,
 ) -> Any:  # fmt: skip
-    """`dispatch.attention` while torch.export or the ONNX exporter traces it: plain ATen ops, no test of a length."""
-    if backend not in (None, "eager"):
-        text = f"backend={backend!r} cannot be honoured in an export: it would have to be an operator of its own"
-        raise NoBackendError(f"{text}\n  try  leave it out, or backend='eager'", {str(backend): []})
-    if not isinstance(variant, Softmax):
-        raise InputError(
-            f"variant {type(variant).__name__} cannot be exported yet", remedy="export a model with softmax attention"
-        )
-    extras = (window, softcap or None, bias, sinks, query_lengths, key_lengths, q_offset, return_lse, return_weights)
+    """`dispatch.attention` while torch.export or the ONNX exporter traces it; it tests no length: that would pin it."""
     heads = -2 if layout == "bshd" else -3
-    grouped = query.ndim > 2 and query.shape[heads] != key.shape[heads]
-    if grouped and enable_gqa is False:
+    if query.ndim > 2 and query.shape[heads] != key.shape[heads] and enable_gqa is False:
         problem = f"query has {query.shape[heads]} heads and key {key.shape[heads]}, and enable_gqa is False"
         raise InputError(problem, remedy="enable_gqa=True for grouped-query attention (None accepts both)")
+    if query.ndim > 4:
+        raise InputError(f"{query.ndim}-D inputs cannot be exported", remedy="flatten the leading dimensions")
     if isinstance(attn_mask, torch.Tensor):
         _check_exported_mask(query, attn_mask)
-    onnx = torch.onnx.is_in_onnx_export()
-    if not onnx and backend is None and _is_sdpa(query, attn_mask, is_causal, scale, layout, extras):
-        return F.scaled_dot_product_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
-        )
-    rank = query.ndim
-    if rank > 4:
-        raise InputError(f"{rank}-D inputs cannot be exported", remedy="flatten the leading dimensions")
-    form = shapes.Form(rank, layout)
+        attn_mask = attn_mask[(None,) * (4 - attn_mask.ndim)]
+    if isinstance(bias, torch.Tensor) and bias.ndim > 1:
+        bias = bias[(None,) * (4 - bias.ndim)]
+    form = shapes.Form(query.ndim, layout)
     q, k, v = form.pack(query, key, value)
-    op, tensors = _export_op(
-        q, k, v, attn_mask, dropout_p, is_causal, scale, window, softcap, bias, sinks, query_lengths, key_lengths,
-        q_offset, return_lse, return_weights,
+    if isinstance(q_offset, torch.SymInt):  # a length of the model: a value of the graph, not a number in it
+        q_offset = torch.full((1,), q_offset, dtype=torch.int64, device=q.device)  # type: ignore[call-overload]
+    arguments = (attn_mask, dropout_p, is_causal, scale, None, window, softcap, bias, sinks, query_lengths,
+                 key_lengths, q_offset, variant)  # fmt: skip
+    if torch.onnx.is_in_onnx_export() or backend == "eager":
+        results = _in_plain_operators(q, k, v, arguments, return_lse, return_weights, backend)
+    else:
+        from attn_dispatch import torch_op
+
+        results = torch_op.call(q, k, v, *arguments, "bhsd", return_lse, return_weights, backend)
+    return _unpacked(results, form)
+
+
+def _unpacked(results: Any, form: shapes.Form) -> Any:
+    """The results of a packed call in the caller's shape."""
+    if isinstance(results, WithState):
+        return WithState(form.unpack_out(results.out), results.state)
+    if not isinstance(results, tuple):
+        return form.unpack_out(results)
+    return (form.unpack_out(results[0]), *(form.unpack(x) for x in results[1:]))
+
+
+def _in_plain_operators(
+    q: Any, k: Any, v: Any, arguments: tuple[Any, ...], return_lse: Any, return_weights: Any, backend: Any
+) -> Any:
+    """The specification in ATen ops, for exporters that know no operator of ours."""
+    if backend not in (None, "eager"):
+        text = f"backend={backend!r} cannot be honoured by torch.onnx.export"
+        raise NoBackendError(f"{text}\n  try  attn_dispatch.export_onnx, or leave it out", {str(backend): []})
+    mask, dropout_p, causal, scale, _, window, softcap, bias, sinks, query_lengths, key_lengths, offset, variant = (
+        arguments
+    )
+    if not isinstance(variant, Softmax):
+        name = type(getattr(variant, "inner", variant)).__name__
+        raise InputError(f"torch.onnx.export cannot export {name}", remedy="attn_dispatch.export_onnx exports it")
+    tensors = {"bias": bias, "sinks": sinks, "query_lengths": query_lengths, "key_lengths": key_lengths}
+    tensors |= {"q_offset": offset} if isinstance(offset, torch.Tensor) else {}
+    bound: Mask | None = None
+    if isinstance(mask, Mask):
+        bound, held = mask.bind()
+        tensors |= held
+    else:
+        tensors |= {"attn_mask": mask}
+    named = {name: x for name, x in tensors.items() if x is not None}
+    descs = {name: TensorDesc(tuple(x.shape), dtype_name(x.dtype), x.device.type) for name, x in named.items()}
+    query, key, value = (TensorDesc(tuple(x.shape), dtype_name(x.dtype), x.device.type) for x in (q, k, v))
+    op = describe_traced(
+        query, key, value, descs, mask=bound, dropout_p=dropout_p, is_causal=causal, scale=scale, window=window,
+        softcap=softcap, q_offset=None if "q_offset" in named else offset, return_lse=return_lse,
+        return_weights=return_weights,
     )  # fmt: skip
-    raw = reference.attention(op, q, k, v, tensors)
-    out = form.unpack_out(raw.out)
-    results = [out]
-    if return_lse and raw.lse is not None:
-        results.append(form.unpack(raw.lse))
-    if return_weights and raw.weights is not None:
-        results.append(form.unpack(raw.weights))
-    return tuple(results) if len(results) > 1 else out
+    raw = reference.attention(op, q, k, v, named)
+    results = [raw.out, *([raw.lse] if return_lse else []), *([raw.weights] if return_weights else [])]
+    return results[0] if len(results) == 1 else tuple(results)
 
 
 def _check_exported_mask(query: torch.Tensor, mask: torch.Tensor) -> None:
@@ -137,53 +172,61 @@ def _check_exported_mask(query: torch.Tensor, mask: torch.Tensor) -> None:
         raise InputError(problem, remedy="attn_mask[:, None] for [B, 1, Sq, Skv], attn_mask[None] for [1, H, Sq, Skv]")
 
 
-def _export_op(
-    q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, window: Any, softcap: Any,
-    bias: Any, sinks: Any, query_lengths: Any, key_lengths: Any, q_offset: Any, return_lse: Any, return_weights: Any,
-) -> tuple[AttentionOp, dict[str, torch.Tensor]]:  # fmt: skip
-    """The op without any test of a length: lengths are symbols here, and a test would pin them."""
-    mask: Mask = Full()
-    score: list[ScoreTerm] = []
-    tensors: dict[str, torch.Tensor] = {}
-    mask = mask & Causal() if is_causal else mask
-    end_aligned = False
+def describe_traced(
+    query: TensorDesc,
+    key: TensorDesc,
+    value: TensorDesc,
+    tensors: Mapping[str, TensorDesc],
+    *,
+    mask: Mask | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    window: Any = None,
+    softcap: float | None = None,
+    q_offset: int | None = None,
+    weight: Weight | None = None,
+    return_lse: bool = False,
+    return_weights: bool = False,
+    return_state: bool = False,
+) -> AttentionOp:
+    """The op of a traced call, without any test of a length: lengths are symbols there, and a test would pin them.
+
+    Args:
+        query, key, value: four-dimensional; sizes may be symbols.
+        tensors: descriptors of all other tensors by the names of `dispatch.attention`'s arguments, four-dimensional
+            where they are a mask or bias, and those of the mask's own names.
+        mask: a bound mask. weight: of the linear family; None is softmax.
+    """
+    whole: Mask = Causal() if is_causal else Full()
     if window is not None:
         ends = [None if end in (None, -1) else int(end) for end in window]
-        mask, end_aligned = mask & Window(*ends), True
-    if isinstance(attn_mask, Mask):
-        bound, tensors = attn_mask.bind()
-        tensors = dict(tensors)
-        mask, end_aligned = mask & bound, end_aligned or bound.positional
-    elif isinstance(attn_mask, torch.Tensor):
-        four = attn_mask[(None,) * (4 - attn_mask.ndim)]
-        tensors["attn_mask"] = four
-        if attn_mask.dtype == torch.bool:
-            mask = mask & Dense(Ref("attn_mask"))
+        whole = whole & (Causal() if ends == [None, 0] else Window(*ends))
+    if mask is not None:
+        whole = whole & mask
+    score: list[ScoreTerm] = [SoftCap(float(softcap))] if softcap else []
+    if "attn_mask" in tensors:
+        if tensors["attn_mask"].dtype == "bool":
+            whole = whole & Dense(Ref("attn_mask"))
         else:
             score.append(Bias(Ref("attn_mask")))
-    for name, value, atom in (
-        ("query_lengths", query_lengths, QueryLengths),
-        ("key_lengths", key_lengths, KeyLengths),
-    ):
-        if value is not None:
-            tensors[name] = value
-            mask = mask & atom(Ref(name))
-    if softcap:
-        score.insert(0, SoftCap(float(softcap)))
-    if bias is not None:
-        tensors["bias"] = bias if bias.ndim == 1 else bias[(None,) * (4 - bias.ndim)]
-        score.append(Alibi(Ref("bias")) if bias.ndim == 1 else Bias(Ref("bias")))
-    weight = SoftmaxWeight(Ref("sinks") if sinks is not None else None)
-    tensors |= {"sinks": sinks} if sinks is not None else {}
-    offset: int | str | Ref = END if end_aligned and not is_causal else 0
-    if isinstance(q_offset, torch.Tensor):
-        tensors["q_offset"] = q_offset
+    for name, atom in (("query_lengths", QueryLengths), ("key_lengths", KeyLengths)):
+        whole = whole & atom(Ref(name)) if name in tensors else whole
+    if "bias" in tensors:
+        score.append(Alibi(Ref("bias")) if len(tensors["bias"].shape) == 1 else Bias(Ref("bias")))
+    # as the frontend resolves it, for any lengths: what has positions counts from the last key, is_causal from key 0
+    decays = weight is not None and getattr(weight, "decay", None) is not None
+    positional = whole.positional or decays or any(isinstance(term, Alibi) for term in score)
+    offset: int | str | Ref = END if positional and not is_causal else 0
+    if "q_offset" in tensors:
         offset = Ref("q_offset")
     elif q_offset is not None:
         offset = q_offset
-    query, key, value = (TensorDesc(tuple(x.shape), dtype_name(x.dtype), x.device.type) for x in (q, k, v))
-    op = AttentionOp(
-        query, key, value, scale=q.shape[-1] ** -0.5 if scale is None else float(scale), score=tuple(score), mask=mask,
-        q_offset=offset, weight=weight, dropout_p=dropout_p, outputs=Outputs(return_lse, return_weights), traced=True,
+    parts = [part for part in (whole.args if isinstance(whole, And) else (whole,)) if not isinstance(part, Full)]
+    softmax = SoftmaxWeight(Ref("sinks") if "sinks" in tensors else None)
+    return AttentionOp(
+        query, key, value, scale=None if scale is None else float(scale), score=tuple(score),
+        mask=And.of(*parts) if parts else Full(), q_offset=offset, weight=weight or softmax, dropout_p=dropout_p,
+        outputs=Outputs(bool(return_lse), bool(return_weights), return_state), operands=tuple(tensors.items()),
+        traced=True,
     )  # fmt: skip
-    return op, tensors

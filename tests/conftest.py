@@ -11,9 +11,17 @@ os.environ["ATTN_DISPATCH_AUTOTUNE"] = "off"
 os.environ["ATTN_DISPATCH_CACHE"] = tempfile.mkdtemp(prefix="attn-dispatch-tests-")
 os.environ["XDG_CONFIG_HOME"] = os.environ["ATTN_DISPATCH_CACHE"]  # nor what the developer has pinned
 
+import pytest
 from hypothesis import HealthCheck, settings
 
 settings.register_profile(
     "attn_dispatch", deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("attn_dispatch")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what is about ONNX by its file's name, for `make test-onnxruntime`; single tests elsewhere say so."""
+    for item in items:
+        if item.path.name.startswith(("test_onnx", "test_export")):
+            item.add_marker(pytest.mark.onnx)

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from attn_dispatch import dispatch, masks, variants
 from attn_dispatch.bench import main, measure, models, peers, report
-from attn_dispatch.bench.by_hand import by_hand
+from attn_dispatch.bench.by_hand import by_hand, float_mask
 from attn_dispatch.bench.calls import call_of, op_of
 from attn_dispatch.bench.contenders import Contender, NotApplicable, candidates, graded, ours
 from attn_dispatch.bench.measure import Effort, Line, Row, label
@@ -507,3 +507,26 @@ def test_labels():
 def test_workload_files_are_no_pin_files():
     for file in FILES:
         assert set(yaml.safe_load(file.read_text())) == {"schema", "model", "captured", "ops"}
+
+
+def test_a_bias_that_stands_alone_is_handed_to_sdpa_as_it_lies():
+    """It was copied into rows first, which is not what a user of T5 does."""
+    q = torch.randn(1, 4, 16, 8)
+    bias = torch.randn(1, 16, 16, 4).permute(0, 3, 1, 2)  # T5's: heads last
+    described = op(q, q, q, bias=bias)
+    sample = make_sample(described)
+    (name,) = sample.operands
+    sample.operands[name] = bias
+    assert float_mask(described, sample).stride() == bias.stride()
+    masked = op(q, q, q, bias=bias, is_causal=True)
+    both = float_mask(masked, sample)
+    torch.testing.assert_close(both, bias.masked_fill(torch.ones(16, 16).triu(1).bool(), -torch.inf))
+
+
+def test_a_backend_that_compiles_for_seconds_is_no_candidate_of_the_bench():
+    wanted = op(*(torch.randn(1, 2, 300, 16) for _ in range(3)), is_causal=True)
+    slow = {name for name, backend in current().backends.items() if backend.compile_s > 0}
+    assert slow  # flex
+    names = {name.split(" > ")[-1] for name, _ in candidates(wanted, current(), most=1000)}
+    assert names
+    assert not names & slow

@@ -44,7 +44,11 @@ def one_thread():
     torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda c: c["id"])
+# The rows that run a model on onnxruntime say so: `make test-onnxruntime` runs them on another one.
+MARKED = [pytest.param(c, marks=pytest.mark.onnx if "onnx_run" in c["check"] else (), id=c["id"]) for c in CASES]
+
+
+@pytest.mark.parametrize("case", MARKED)
 def test_case_passes_on_the_dispatcher(case, request):
     if case["id"] == "select-overhead-per-call":
         request.getfixturevalue("one_thread")

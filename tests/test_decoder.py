@@ -17,8 +17,9 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from attn_dispatch import InputError, InputTypeError, NoBackendError, biases, dispatch, masks
+from attn_dispatch import InputError, InputTypeError, NoBackendError, biases, dispatch, masks, variants
 from attn_dispatch.backend import Raw
 from attn_dispatch.registry import current
 from attn_dispatch.rewrites.merge_parts import merge
@@ -447,7 +448,7 @@ def test_documents_that_do_not_add_up_are_named():
     x = torch.zeros(1, 2, 9, 8)
     with pytest.raises(InputError, match="its segments add up to 8 queries, there are 9"):
         dispatch.attention(x, x, x, attn_mask=masks.documents([0, 4, 8]))
-    with pytest.raises(ValueError, match="equally many documents"):
+    with pytest.raises(ValueError, match="must be equally many"):
         masks.documents([0, 4, 9], [0, 9])
 
 
@@ -740,3 +741,67 @@ def test_nothing_falls_back_when_a_backend_is_asked_for():
     x = torch.zeros(9, 2, 8)
     with pytest.raises(NoBackendError, match="sdpa_flash"):
         dispatch.varlen_attention(x, x, x, [0, 4, 9], softcap=1.0, backend="sdpa_flash")
+
+
+def test_case_15_retention_over_pages_fades_from_each_rows_own_last_key():
+    """A single row lost its causal mask, and with it where it stands: the decay counted from key 0."""
+    q, k, v = qkv(b=3, hkv=4, sq=1, skv=12)
+    lengths = torch.tensor([12, 5, 3])
+    pages = paged(k, v, lengths, 4)
+    variant = variants.Retention(torch.tensor([0.9, 0.8, 0.7, 0.6]))
+    options = {"block_table": pages[2], "key_lengths": lengths, "variant": variant}
+    for mask in (None, masks.causal()):
+        got = dispatch.attention(q, *pages[:2], attn_mask=mask, **options)
+        for b, n in enumerate(lengths.tolist()):
+            one = [x[b : b + 1, :, :n] for x in (k, v)]
+            want = dispatch.attention(q[b : b + 1], *one, variant=variant, attn_mask=masks.causal(), q_offset=n - 1)
+            close(got[b : b + 1], want)
+
+
+class Largest(TorchDispatchMode):
+    """The largest tensor that any operator makes anew."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor) and func in (
+            torch.ops.aten.clone.default,
+            torch.ops.aten.index_select.default,
+        ):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
+def test_case_15_pages_that_are_views_are_gathered_without_a_copy_of_the_cache():
+    q, k, v = qkv(b=2, sq=1, skv=12)
+    lengths = torch.tensor([12, 5])
+    pages_k, pages_v, table = paged(k, v, lengths, 4, spare=500)
+    options = {"block_table": table, "key_lengths": lengths, "enable_gqa": True}
+    want = dispatch.attention(q, pages_k, pages_v, **options)
+    views = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (pages_k, pages_v)]
+    with Largest() as seen:
+        got = dispatch.attention(q, *views, **options)
+    close(got, want)
+    assert seen.elements < views[0].numel() // 8
+
+
+def test_explain_counts_the_gathered_rows_in_either_layout():
+    """It took the larger of rows and heads."""
+    q, k, v = qkv(b=2, sq=1, skv=12)
+    lengths = torch.tensor([1, 1])
+    for layout in ("bhsd", "bshd"):
+        pages = paged(k, v, lengths, 4, layout)
+        query = q.transpose(1, 2) if layout == "bshd" else q
+        own = {"block_table": pages[2], "key_lengths": lengths, "enable_gqa": True, "layout": layout}
+        assert "pages gathered into 1 rows" in str(dispatch.explain(query, *pages[:2], **own))
+
+
+def test_a_state_for_packed_rows_is_refused_also_when_the_variant_brings_it():
+    x = torch.zeros(9, 2, 8)
+    stateful = variants.stateful(variants.LinearAttention(), None, True)
+    with pytest.raises(InputError, match="state cannot be given for sequences of different lengths"):
+        dispatch.varlen_attention(x, x, x, [0, 4, 9], variant=stateful)
+    nested = torch.nested.nested_tensor([torch.zeros(2, n, 8) for n in (4, 5)], layout=torch.jagged)
+    with pytest.raises(InputError, match="state"):
+        dispatch.attention(nested, nested, nested, variant=variants.LinearAttention(), return_state=True)

@@ -25,6 +25,7 @@ from attn_dispatch.ir import SelectOp, TensorDesc, verify_select
 from attn_dispatch.ir.tensors import Ref
 from attn_dispatch.registry import current
 from attn_dispatch.rewrites import gather
+from attn_dispatch.rewrites.gather import Gather
 from attn_dispatch.select import Selection, merge_selections
 
 
@@ -764,3 +765,14 @@ def test_a_selection_with_an_unknown_key_is_refused():
 def test_verify_names_the_rule_that_a_selection_breaks(changes, message):
     with pytest.raises(ValueError, match=message):
         verify_select(an_op(**changes))
+
+
+@pytest.mark.parametrize("sizes", [(0, 8), (8, 0)])
+def test_heads_of_no_elements_are_not_gathered(sizes):
+    d, dv = sizes
+    q, k, v = (torch.randn(1, 2, 64, n) for n in (d, d, dv))
+    indices = torch.arange(4).expand(1, 64, 4)
+    out = dispatch.attention(q, k, v, attn_mask=masks.Selected(indices))
+    assert out.shape == (1, 2, 64, dv)
+    op = dispatch.plan(q, k, v, attn_mask=masks.Selected(indices)).op
+    assert "nothing to gather" in str(Gather().apply(op))

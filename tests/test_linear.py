@@ -753,3 +753,16 @@ def test_an_op_with_a_state_can_be_sampled_and_called_again(kind):
     call = call_of(op, make_sample(op))
     assert op_of(call) == op
     assert torch.isfinite(dispatch.attention(*call.args, **call.kwargs).out).all()
+
+
+@pytest.mark.parametrize("wrong", ["shape", "dtype"])
+def test_a_plan_refuses_a_state_that_it_was_not_made_for(wrong):
+    """Nothing looked at it, and a kernel met another shape than it was compiled for."""
+    q, k, v = qkv()
+    state = LinearState(torch.zeros(B, H, D, DV), None, 0)
+    made = dispatch.plan(q, k, v, variant=PLAIN, state=state, return_state=True, is_causal=True)
+    out, _ = made(q, k, v, state=state)
+    assert out.shape == v.shape
+    bad = torch.zeros(B, H, D, DV + 1) if wrong == "shape" else state.S.double()
+    with pytest.raises(InputError, match="the plan was made for state "):
+        made(q, k, v, state=LinearState(bad, None, 0))

@@ -175,3 +175,29 @@ def test_a_mistake_is_named(mistake):
     run, words = MISTAKES[mistake]
     with pytest.raises(InputError, match=words):
         run()
+
+
+@pytest.mark.parametrize("mode", ["chunk", "recurrent"])
+def test_a_form_that_goes_token_by_token_is_refused_for_a_context(mode):
+    more = {"chunk_size": 4} if mode == "chunk" else {}
+    with pytest.raises(InputError, match="goes through queries and keys together, and there are 3 and 5"):
+        nn.LinearAttention(32, 4)(tokens(3), tokens(5), is_causal=True, mode=mode, **more)
+
+
+def test_lengths_of_a_context_are_those_of_its_keys_alone():
+    """They were taken for the queries' too: rows beyond them came out 0."""
+    torch.manual_seed(0)
+    layer = nn.LinearAttention(E, H, dtype=torch.float64)
+    x, context = tokens(9, torch.float64), tokens(12, torch.float64)
+    lengths = torch.tensor([4, 12])
+    out = layer(x, context, is_causal=True, lengths=lengths)
+    close(out[:1], layer(x[:1], context[:1, :4], is_causal=True), 1e-10)
+
+
+@pytest.mark.parametrize("options", [{"mode": "recurrent"}, {"mode": "chunk", "chunk_size": 4}])
+def test_no_tokens_are_no_output_and_the_same_state(layer, options):
+    first, state = layer(tokens(dtype=torch.float64), return_state=True)
+    out, after = layer(tokens(0, torch.float64), state=state, return_state=True, **options)
+    assert out.shape == (first.shape[0], 0, first.shape[2])
+    close(after.S, state.S, 1e-12)
+    assert after.length.tolist() == state.length.tolist()

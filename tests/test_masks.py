@@ -442,6 +442,22 @@ def test_documents_refuses_lengths_that_are_not_cumulative(bad):
         masks.documents(bad)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"prefix": [1, 2, 3]}, "prefix must be an integer or 2 of them, one for each document"),
+        ({"prefix": [1]}, "prefix must be an integer or 2 of them"),
+        ({"prefix": 1.5}, "prefix must be an integer"),
+        ({"chunk": 0}, "chunk"),
+        ({"chunk": -2}, "chunk"),
+        ({"cu_seqlens_k": [0, 2]}, "cu_seqlens has 2 documents and cu_seqlens_k 1"),
+    ],
+)
+def test_documents_names_a_wrong_prefix_chunk_or_number_of_documents(arguments, words):
+    with pytest.raises(ValueError, match=words):
+        masks.documents([0, 3, 5], **arguments)
+
+
 def test_key_lengths_and_selected_allow_what_their_tensors_say():
     lengths = masks.key_lengths([2, 0]).dense(1, 3)
     assert lengths[:, 0, 0].int().tolist() == [[1, 1, 0], [0, 0, 0]]

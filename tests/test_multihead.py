@@ -190,6 +190,83 @@ def test_sizes_that_do_not_divide_are_named():
         MultiheadAttention(25, 6)
 
 
+def test_no_kv_heads_are_named_and_not_taken_for_the_default():
+    with pytest.raises(InputError, match="kv_heads 0"):
+        MultiheadAttention(24, 6, kv_heads=0)
+
+
+def test_cross_attention_over_as_many_keys_as_queries_counts_its_keys_from_0():
+    """Which keys are turned by whose positions was told by their number, which may be equal by chance."""
+    torch.manual_seed(0)
+    module = MultiheadAttention(16, 2, rotary=100.0, batch_first=True, dtype=F64)
+    x, other = torch.randn(1, 5, 16, dtype=F64), torch.randn(1, 6, 16, dtype=F64)
+    at = torch.arange(3, 8)
+    want = module(x, other[:, :5], positions=at).out
+    beyond = torch.arange(6)[None] > 4  # the sixth key is padding
+    close(module(x, other, positions=at, key_padding_mask=beyond).out, want)
+
+
+SAID_TWICE = [
+    ({"window": (2, 0)}, {"window": (3, 0)}, "window of the call is said by the module already"),
+    ({"variant": variants.LinearAttention()}, {"variant": variants.Softmax()}, "variant of the call"),
+    ({}, {"key_lengths": torch.tensor([2])}, "lengths="),
+    ({}, {"sinks": torch.zeros(2)}, "sinks=True of the module"),
+    ({}, {"return_weights": True}, "need_weights=True"),
+    ({}, {"enable_gqa": True}, "kv_heads= of the module"),
+    ({}, {"layout": "bshd"}, "batch_first= of the module"),
+]
+
+
+@pytest.mark.parametrize(("made", "called", "words"), SAID_TWICE, ids=[str(list(c)) for _, c, _ in SAID_TWICE])
+def test_what_the_module_says_already_is_refused_in_a_call(made, called, words):
+    module = MultiheadAttention(16, 2, batch_first=True, **made)
+    with pytest.raises(InputError, match=words):
+        module(torch.zeros(1, 4, 16), **called)
+
+
+@pytest.mark.parametrize("window", [None, (7, 0), (None, 0)])
+def test_a_rolling_cache_that_drops_keys_which_are_seen_is_refused(window):
+    module = MultiheadAttention(16, 2, is_causal=True, window=window, batch_first=True)
+    cache = KVCache(window=4)
+    with pytest.raises(InputError, match="a cache of window 4 keeps 4 keys, and the module's window is"):
+        module(torch.zeros(1, 4, 16), cache=cache)
+    assert cache.length == 0
+
+
+@pytest.mark.parametrize("where", ["module", "call"])
+def test_a_mask_that_counts_keys_from_0_is_refused_with_a_rolling_cache(where):
+    mask = masks.causal() & masks.SameBlock(2)
+    own = {"mask": mask} if where == "module" else {}
+    module = MultiheadAttention(16, 2, window=(3, 0), batch_first=True, **own)
+    with pytest.raises(InputError, match="counts keys from 0, and a rolling cache drops the first ones"):
+        module(torch.zeros(1, 2, 16), cache=KVCache(window=4), attn_mask=None if own else mask)
+
+
+def test_a_bias_of_the_call_is_added_to_alibi_and_to_a_float_mask():
+    """It replaced the module's."""
+    torch.manual_seed(0)
+    module = MultiheadAttention(16, 2, alibi=True, is_causal=True, batch_first=True, dtype=F64)
+    x, bias = torch.randn(2, 5, 16, dtype=F64), torch.randn(2, 5, 5, dtype=F64)
+    want = module(x, attn_mask=bias.expand(2, 2, 5, 5).flatten(0, 1)).out
+    close(module(x, bias=bias[None]).out, want)
+    assert not torch.allclose(module(x).out, want)
+
+
+def test_weights_lse_and_unbatched_inputs_go_together():
+    """With `return_lse` the weights kept their heads, and unbatched inputs their batch."""
+    torch.manual_seed(0)
+    module = MultiheadAttention(16, 2, is_causal=True, batch_first=True, dtype=F64)
+    x = torch.randn(1, 5, 16, dtype=F64)
+    out, lse, weights = module(x, return_lse=True, need_weights=True)
+    assert (lse.shape, weights.shape) == ((1, 2, 5), (1, 5, 5))
+    close(weights, module(x, need_weights=True).weights)
+    alone = module(x[0], return_lse=True, need_weights=True, average_attn_weights=False)
+    assert [tuple(part.shape) for part in alone] == [(5, 16), (2, 5), (2, 5, 5)]
+    close(alone[1], lse[0])
+    close(alone[2].mean(0), weights[0])
+    close(alone[0], out[0])
+
+
 # --- beyond torch ----------------------------------------------------------------------------------------------------
 
 
@@ -433,3 +510,20 @@ def test_a_mistake_with_a_cache_is_named_and_leaves_it_as_it_was(act, words):
     with pytest.raises(InputError, match=words):
         act(cache)
     assert cache.append(rows(2, 3), rows(2, 3)).key[0, 0, :, 0].tolist() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("length", "fits"), [(9, True), (8, True), (7, False), (6, False)])
+def test_a_rolling_cache_is_cropped_only_as_far_as_the_next_window_reaches(length, fits):
+    """The next query sees the window before it: keys that are gone would be missing without a word."""
+    cache, whole = KVCache(window=3), KVCache()
+    for at in range(9):
+        found = cache.append(rows(at, at + 1), rows(at, at + 1))
+        whole.append(rows(at, at + 1), rows(at, at + 1))
+    assert found.start == 6
+    if fits:
+        cache.crop(length)
+        assert cache.append(rows(20, 21), rows(20, 21)).key[0, 0, -3:, 0].tolist() == [length - 2, length - 1, 20]
+    else:
+        with pytest.raises(InputError, match=rf"can be cropped to 8 .. 9 tokens, not to {length}"):
+            cache.crop(length)
+        assert cache.length == 9

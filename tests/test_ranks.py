@@ -7,13 +7,14 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from attn_dispatch.errors import RankWarning
-from attn_dispatch.selection import ranks
+from attn_dispatch.selection import ranks, tuned
 from attn_dispatch.selection.store import Entry, Record
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -41,7 +42,7 @@ class Room:
         return exchange
 
 
-def agree_all(ops, registries, medians) -> tuple[list[Entry | None], Room]:
+def agree_all(ops, registries, medians, known=((), ())) -> tuple[list[Entry | None], Room]:
     """Each rank's entry, its op, registry and medians given by rank."""
     room, found = Room(len(ops)), [None] * len(ops)
 
@@ -54,7 +55,7 @@ def agree_all(ops, registries, medians) -> tuple[list[Entry | None], Room]:
         return run
 
     def one(rank: int) -> None:
-        found[rank] = ranks.agree(ops[rank], registries[rank], room.gather(rank), measure(rank))
+        found[rank] = ranks.agree(ops[rank], registries[rank], room.gather(rank), measure(rank), known[rank])
 
     threads = [threading.Thread(target=one, args=(rank,)) for rank in range(len(ops))]
     for thread in threads:
@@ -116,6 +117,43 @@ def test_a_rank_that_never_comes_is_named_and_nobody_measures_any_more():
     assert ranks._given_up
 
 
+@pytest.mark.parametrize(
+    ("known", "measured"),
+    [
+        ([("b", "a"), ("b", "a")], False),
+        ([("b", "a"), ("a", "b")], True),  # each has measured something of its own before
+        ([("b", "a"), ()], True),  # one rank's store was on another disk: it would have waited for ever
+        ([(), ()], True),
+    ],
+)
+def test_what_the_ranks_know_from_before_is_exchanged_first(known, measured):
+    same = toys("a", "b")
+    found, room = agree_all([op_of()] * 2, [same] * 2, [{"a": 1.0, "b": 9.0}] * 2, known)
+    assert [entry.ranking for entry in found if entry] == [("a", "b") if measured else ("b", "a")] * 2
+    assert room.exchanges == [3 if measured else 1] * 2
+    assert all(bool(entry.when) is measured for entry in found if entry)
+    assert measured or "known to all 2 ranks" in found[0].why
+
+
+@pytest.mark.parametrize("mode", ["on", "force"])
+def test_a_rank_that_has_an_entry_asks_the_others_nevertheless(mode, monkeypatch):
+    """It returned its own at once, and a rank without one waited for it."""
+    asked: list[tuple[str, ...]] = []
+
+    def together(op, registry, session=None, known=()):
+        asked.append(known)
+        return replace(entry_for(op, *known), when="", why="known to all 2 ranks")
+
+    monkeypatch.setattr(tuned, "has_ranks", lambda: True)
+    monkeypatch.setattr(tuned, "find", lambda op, registry: tuned.Tuned(("b", "a"), "measured before"))
+    monkeypatch.setattr("attn_dispatch.selection.ranks.tune_together", together)
+    monkeypatch.setattr(tuned, "_forced", {op_of().bucketed().digest()})
+    found = tuned.look_up(op_of(), toys("a", "b"), mode)
+    assert asked == [("b", "a")]
+    assert found is not None
+    assert (found.names, found.source) == (("b", "a"), "ranks")
+
+
 PROGRAM = """
 import sys, warnings
 rank, port, missing, absent = int(sys.argv[1]), sys.argv[2], sys.argv[3] == "missing", sys.argv[3] == "absent"
@@ -123,7 +161,7 @@ import torch
 import torch.distributed as dist
 from attn_dispatch import dispatch, registry
 from attn_dispatch.registry import Registry
-from attn_dispatch.selection import ranks
+from attn_dispatch.selection import ranks, tuned
 torch.set_num_threads(1)
 dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
 if missing and rank == 1:

@@ -485,6 +485,43 @@ def test_densify_mask_rule_1_writes_any_mask_out_as_one_boolean_tensor():
     assert call.inner[0][1]["dense_mask"].dtype == torch.bool
 
 
+def _draw(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(
+    ("make", "heads"),
+    [
+        (lambda: masks.causal() & masks.from_tensor(_draw(2, 2, 8, 8) < 0.6), 2),
+        (lambda: masks.causal() & masks.from_tensor(_draw(2, 1, 8, 8) < 0.6), 1),
+        (lambda: masks.causal() & ~masks.from_tensor(_draw(1, 2, 8, 8) < 0.6), 2),
+        (lambda: masks.causal() & masks.from_tensor(_draw(8, 8) < 0.6), 1),
+        (lambda: masks.causal() & masks.block_table(2, _draw(2, 4, 4) < 0.6), 2),
+        (lambda: masks.block_table(2, _draw(4, 4) < 0.6), 1),
+        (lambda: ~masks.selected(_draw(2, 8, 8).topk(3).indices), 1),
+        (lambda: masks.selected(_draw(2, 2, 8, 8).topk(3).indices), 2),
+        (lambda: masks.key_lengths([2, 4]), 1),
+    ],
+    ids=[
+        "mask of heads",
+        "mask",
+        "not mask of heads",
+        "rows",
+        "table of heads",
+        "table",
+        "not keys",
+        "keys of heads",
+        "len",
+    ],
+)
+def test_densify_mask_rule_1_says_how_many_heads_its_tensor_has(make, heads):
+    """A backend that fixes a size of 1 when it compiles takes the description at its word; an ONNX node test saw it."""
+    call = Call(b=2, attn_mask=make())
+    close(call.run(DensifyMask()), call.want().out)
+    assert call.apply(DensifyMask()).inner.operand("dense_mask").shape == (2, heads, 8, 8)
+    assert call.inner[0][1]["dense_mask"].shape[1] == heads
+
+
 def test_densify_mask_rule_2_writes_alibi_out_as_a_bias():
     call = Call(bias=torch.tensor([0.5, 0.25]), softcap=3.0, attn_mask=masks.causal())
     inner = call.apply(DensifyMask()).inner

@@ -463,6 +463,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
 
 
+# Windows has no fork, so there a process that was forked cannot be in any state; on every other system this runs.
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
 def test_a_forked_process_works_even_when_another_thread_held_the_locks():
     done = subprocess.run([sys.executable, "-c", _FORK], capture_output=True, text=True, timeout=120, check=False)

@@ -20,6 +20,7 @@ from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAtt
 from transformers.models.longformer.modeling_longformer import LongformerSelfAttention as HFLongformer
 
 from attn_dispatch import InputError, NoBackendError, dispatch, masks
+from attn_dispatch.backends.flex import _names_over_keys
 from attn_dispatch.nn import LongformerSelfAttention
 from attn_dispatch.nn.longformer import longformer_untied
 from attn_dispatch.registry import current
@@ -576,3 +577,14 @@ def test_flex_is_never_the_heuristics_choice(name):
     assert "flex" in ranks
     assert set(ranks[ranks.index("flex") :]) == {"flex"}, "everything else comes first"
     assert current().backend("flex").compile_s >= 5
+
+
+def test_flex_pads_with_the_keys_only_what_has_an_element_for_each_key():
+    """Told by its size alone, slopes of as many heads as keys were padded too."""
+    q = torch.randn(1, 12, 12, 8)
+    keep = torch.rand(1, 12) < 0.7
+    op = dispatch.plan(q, q, q, attn_mask=masks.causal() & masks.columns(keep=keep), bias=torch.rand(12)).op
+    over_keys = _names_over_keys(op)
+    names = {name for name, desc in op.operands if desc.shape[-1] == 12}
+    assert len(names) == 2
+    assert over_keys == names - {"bias"}

@@ -204,6 +204,47 @@ def test_gather_blocks_leaves_sinks_to_apply_sinks_and_full_tables_alone():
     assert "no conjunction with a block table" in refusal(GatherBlocks(), Call(masks.causal()))
 
 
+def test_gather_blocks_keeps_few_plans_over_a_growing_decode_and_stays_right():
+    """One layout serves every length of a bucket: a plan per length would be a leak, and the first length, whose row is
+    a slice, says nothing of the later ones, which gather."""
+    table = torch.ones(40, 40, dtype=torch.bool).tril() & (some(40, 40, p=0.2) | torch.eye(40, dtype=torch.bool))
+    table[24] = False
+    table[24, 20:25] = True
+    call = Call(masks.BlockTable(4, table) & masks.causal(), 1, 97, b=1)
+    done = call.apply(GatherBlocks())
+    assert isinstance(done, Rewritten)
+    layout = next(c.cell_contents for c in done.adapt.__closure__ if isinstance(c.cell_contents, gather_blocks._Layout))
+    run = done.adapt(lambda q, k, v, t: reference.attention(done.inner, q, k, v, t))
+    for skv in range(97, 129):
+        gen = torch.Generator().manual_seed(skv)
+        q, k, v = (
+            torch.randn(s, generator=gen, dtype=torch.float64) for s in ((1, 4, 1, 8), (1, 2, skv, 8), (1, 2, skv, 6))
+        )
+        got, want = run(q, k, v, {}), reference.attention(call.op, q, k, v, {})
+        torch.testing.assert_close(got.out, want.out, atol=1e-12, rtol=1e-12)
+        torch.testing.assert_close(got.lse, want.lse, atol=1e-12, rtol=1e-12)
+    assert len(layout._plans) == 8
+
+
+def test_gather_blocks_is_a_candidate_of_a_decode_step():
+    """Its one row was counted as a whole block of rows, which made it look dearer than all keys."""
+    call = Call(masks.BlockTable(16, some(8, 8, p=0.4)) & masks.causal(), 1, 128, b=1)
+    assert isinstance(call.apply(GatherBlocks()), Rewritten)
+
+
+def test_gather_blocks_gives_a_float32_lse_where_no_block_is_listed():
+    """Without a piece the lse took the query's dtype."""
+    table = torch.zeros(8, 8, dtype=torch.bool)
+    q, k, v = (torch.randn(1, 2, 32, 8, dtype=torch.bfloat16) for _ in range(3))
+    made = dispatch.plan(
+        q, k, v, attn_mask=masks.BlockTable(4, table), return_lse=True, backend="gather_blocks > eager"
+    )
+    out, lse = made(q, k, v)
+    assert (out.dtype, lse.dtype) == (torch.bfloat16, torch.float32)
+    assert not out.any()
+    assert torch.isneginf(lse).all()
+
+
 # --- gather_columns --------------------------------------------------------------------------------------------------
 
 
@@ -288,6 +329,41 @@ def test_gather_columns_rule_7_declines_where_reading_marks_would_wait():
 
 def test_a_few_gathered_columns_do_not_make_a_prefix_lm_cheap():
     assert "need" in refusal(GatherColumns(), Call(masks.prefix_lm(5), 300))
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("grad", [False, True])
+@pytest.mark.parametrize(
+    "columns",
+    [
+        masks.columns(12) & ~masks.columns(keep=some(33, p=0.3)),
+        masks.columns(12) & (masks.columns(3) | masks.columns(keep=some(33, p=0.2))),
+        masks.columns(12) & ~(masks.columns(3) | masks.columns(keep=some(33, p=0.2))),
+    ],
+    ids=["not", "a union inside", "not a union"],
+)
+def test_gather_columns_does_not_show_gathered_columns_that_the_part_excludes_again(columns, grad):
+    """Gathered is what the part's plain columns name; `Not` and a union inside take some of it away again."""
+    call = Call(masks.sliding_window(3) | columns, b=1, grad=grad)
+    assert isinstance(call.apply(GatherColumns()), Rewritten)
+    call.check(GatherColumns())
+
+
+def test_a_union_with_not_is_right_by_whatever_is_chosen():
+    """The default path, where `gather_columns` is the cheapest: it attended keys that the mask excludes."""
+    n, keep = 1024, some(1024, p=0.5)
+    mask = masks.sliding_window(8) | masks.columns(16) & ~masks.columns(keep=keep)
+    q, k, v = (torch.randn(1, 2, n, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    want = dispatch.attention(q, k, v, attn_mask=mask, backend="eager")
+    torch.testing.assert_close(dispatch.attention(q, k, v, attn_mask=mask), want, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.usefixtures("small")
+def test_gather_columns_copies_no_keys_for_a_decode_step():
+    call = Call(masks.sliding_window(4) | masks.columns(2) & masks.causal(), 1, 64)
+    call.check(GatherColumns())
+    own = call.tensors[1].numel()
+    assert all(k.untyped_storage().nbytes() < own * k.element_size() for _, k in call.inner)
 
 
 # --- split_segments --------------------------------------------------------------------------------------------------

@@ -284,3 +284,51 @@ def test_sixteen_writers_that_are_killed_lose_no_finished_entry(tmp_path):
         assert isinstance(found, Entry), f"the entry of d {d} was lost: {found}"
         assert found.winner.startswith("winner_")
     assert all(isinstance(entry, Entry) for _, entry in store.entries())
+
+
+@pytest.mark.parametrize("wrong", ["name", "folder"])
+def test_an_entry_in_a_wrong_place_is_no_entry_for_anybody(wrong, tmp_path):
+    """`get` looked, and listing, merging and exporting did not: a copied file came back as this machine's."""
+    ours, theirs = Store(tmp_path / "a"), Store(tmp_path / "b")
+    path = theirs.put(entry_of(op_of()))
+    assert path is not None
+    if wrong == "name":
+        path.rename(path.with_name("0123456789abcdef.json"))
+    else:
+        (path.parent.parent / "0123456789abcdef").mkdir()
+        path.rename(path.parent.parent / "0123456789abcdef" / path.name)
+    ((_, found),) = theirs.entries()
+    assert isinstance(found, Miss)
+    assert ("another op" if wrong == "name" else "another environment") in str(found)
+    assert ours.merge(theirs)[0] == 0
+    assert not list(ours.files())
+    assert theirs.clear(invalid_only=True) == 1
+
+
+def test_what_is_set_aside_a_second_time_does_not_replace_the_first(tmp_path):
+    store = Store(tmp_path)
+    path = store.put(entry_of(op_of()))
+    assert path is not None
+    for text in ("first", "second"):
+        path.write_text(text)
+        store.put(entry_of(op_of()))
+    kept = sorted(p.read_text() for p in path.parent.glob("*.aside*"))
+    assert kept == ["first", "second"]
+    assert store.clear() == 3
+    assert not list(path.parent.glob("*.aside*"))
+
+
+def test_a_folder_that_may_not_be_entered_is_one_warning_and_a_miss(tmp_path, monkeypatch):
+    """As root every folder may be entered, so the refusal is made here."""
+    store = Store(tmp_path)
+
+    def refused(*_args, **_options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    with pytest.warns(StoreWarning, match="cannot be read") as said:  # noqa: PT031 - one warning for both
+        assert isinstance(store.get(op_of()), Miss)
+        assert isinstance(store.get(op_of(mask=Causal())), Miss)
+    assert len(said) == 1
+    monkeypatch.setattr(os, "stat", refused)
+    assert list(store.files()) == []

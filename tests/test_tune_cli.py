@@ -17,8 +17,11 @@ from typer.testing import CliRunner
 
 from attn_dispatch import dispatch, registry
 from attn_dispatch.cli import app
+from attn_dispatch.device import facts
 from attn_dispatch.errors import InputError, StoreWarning
 from attn_dispatch.selection import tuned
+from attn_dispatch.selection.environment import environment
+from attn_dispatch.selection.lock import read_lock
 from attn_dispatch.selection.store import Store
 from attn_dispatch.selection.tuner import Effort, tune
 from attn_dispatch.settings import settings
@@ -200,3 +203,95 @@ def test_the_default_effort_is_the_documented_one():
     page = (Path(__file__).parent.parent / "docs" / "tuning.md").read_text()
     assert (Effort().prune, Effort().reach) == (3.0, 8.0)
     assert "three times the best estimate (eight times" in page
+
+
+HERE = {"device": "cpu", "name": "this", "arch": "x86_64", "threads": 2}
+HEAD = "schema: 1\nhardware: {device: cpu, name: this, arch: x86_64, threads: 2}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[1, 2]", "no lock file of schema 1"),
+        ("tuned: []\n", "no lock file of schema 1"),
+        ("schema: 2\n", "no lock file of schema 1"),
+        ("notes: mine\nschema: 1\n", r"more than tuned results \(notes\)"),
+        ("schema: 1\npins: []\n", r"more than tuned results \(pins\)"),
+        (HEAD + "# why we keep this\ntuned: []\n", r"more than tuned results \(comments\)"),
+        (HEAD + "tuned: 3\n", "no list of entries"),
+        (HEAD + "tuned: [3]\n", "no list of entries"),
+        (HEAD.replace("this", "another") + "tuned: [{use: [eager]}]\n", "is for .*another.*, this is"),
+        (HEAD.replace("threads: 2", "threads: 4") + "tuned: [{use: [eager]}]\n", "is for .*4.*, this is"),
+        ("schema: 1\ntuned: [{use: [eager]}]\n", "is for None"),
+        ("a: [", "is no lock file"),
+    ],
+)
+def test_a_file_that_writing_anew_would_harm_is_refused_and_left(text, words, tmp_path):
+    path = tmp_path / "lock.yaml"
+    path.write_text(text)
+    with pytest.raises(InputError, match=words):
+        read_lock(path, HERE)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "text", ["", HEAD, HEAD + "tuned: []\n", HEAD + "measured: {by: me}\ntuned: [{use: [eager]}]\n"]
+)
+def test_a_lock_file_of_this_machine_is_brought_up_to_date(text, tmp_path):
+    path = tmp_path / "lock.yaml"
+    path.write_text(text)
+    assert read_lock(path, HERE) == ([{"use": ["eager"]}] if "eager" in text else [])
+
+
+def test_a_lock_file_of_another_machine_is_refused_before_anything_is_measured(machine, monkeypatch):
+    run("tune", str(captured(machine / "w.yaml", 24)), "-o", "lock.yaml")
+    text = (machine / "lock.yaml").read_text().replace("threads: ", "threads: 9")
+    (machine / "lock.yaml").write_text(text)
+    monkeypatch.setattr("attn_dispatch.cli.tune.tune_together", lambda *_: pytest.fail("measured"))
+    for command in (["tune", "w.yaml", "-o", "lock.yaml", "--force"], ["cache", "export", "-o", "lock.yaml"]):
+        with pytest.raises(InputError, match=r"lock\.yaml is for"):
+            run(*command)
+    assert (machine / "lock.yaml").read_text() == text
+
+
+def test_one_lock_file_is_for_one_machine(machine, monkeypatch):
+    monkeypatch.setattr("attn_dispatch.cli.tune.tune_together", lambda *_: pytest.fail("measured"))
+    captured(machine / "a.yaml", 24)
+    text = (machine / "a.yaml").read_text()
+    (machine / "b.yaml").write_text(text.replace("device: cpu", "device: cuda"))
+    with pytest.raises(InputError, match="one file for one machine kind, and the ops are for cpu, cuda"):
+        run("tune", "a.yaml", "b.yaml", "-o", "lock.yaml")
+
+
+def test_an_op_that_cannot_be_measured_does_not_lose_the_others(machine, monkeypatch):
+    def sometimes(op: Any, *rest: Any) -> Any:
+        if op.Sq == 24:
+            raise MemoryError("no room")
+        return tune(op, *rest)
+
+    monkeypatch.setattr("attn_dispatch.cli.tune.tune_together", sometimes)
+    said = run("tune", str(captured(machine / "w.yaml", 24, 100)), "-o", "lock.yaml")
+    assert "MemoryError: no room" in said
+    assert "1 ops, 0 from the store" in said
+    assert len(yaml.safe_load((machine / "lock.yaml").read_text())["tuned"]) == 1
+
+
+def test_export_takes_the_entries_of_one_device(machine):
+    run("tune", str(captured(machine / "w.yaml", 24)))
+    with pytest.raises(InputError, match="has nothing for this machine"):
+        run("cache", "export", "-o", "x.yaml", "--device", "cuda")
+    run("cache", "export", "-o", "x.yaml", "--device", "cpu")
+    assert yaml.safe_load((machine / "x.yaml").read_text())["hardware"]["device"] == "cpu"
+
+
+def test_the_number_of_threads_may_be_set_at_any_time():
+    """It was asked once, so results of one number were filed and used under another."""
+    before = torch.get_num_threads()
+    try:
+        found = []
+        for threads in (1, 3):
+            torch.set_num_threads(threads)
+            found.append((facts("cpu").threads, environment("cpu").threads))
+        assert found == [(1, 1), (3, 3)]
+    finally:
+        torch.set_num_threads(before)

@@ -20,13 +20,15 @@ from attn_dispatch.backend import Backend, Cost, Executable, Raw
 from attn_dispatch.capability import ALL_FEATURES, Capability, Limit
 from attn_dispatch.context import AUTOTUNE_MODES
 from attn_dispatch.errors import FallbackWarning, NoBackendError, NotTunedError, StoreWarning
-from attn_dispatch.ir.atoms import Causal
+from attn_dispatch.ir.atoms import Causal, Columns, KeyLengths
+from attn_dispatch.ir.masks import And
 from attn_dispatch.ir.ops import AttentionOp, Outputs
+from attn_dispatch.ir.scores import Alibi
 from attn_dispatch.ir.tensors import Ref, TensorDesc
 from attn_dispatch.ir.weights import Softmax
 from attn_dispatch.registry import Registry
-from attn_dispatch.selection import tuned
-from attn_dispatch.selection.gate import run_gate
+from attn_dispatch.selection import lock, tuned
+from attn_dispatch.selection.gate import crops, run_gate
 from attn_dispatch.selection.pins import Pin, Pins, When
 from attn_dispatch.selection.samples import KINDS, make_sample
 from attn_dispatch.selection.store import Entry, Record, Store
@@ -58,7 +60,8 @@ class Toy(Backend):
             raw = reference.attention(op, q, k, v, t)
             if self.spoil is not None:
                 raw = self.spoil(op, q, k, v, t, raw) or raw
-            return raw if op.outputs.lse or op.outputs.weights else raw.out
+            wanted = op.outputs.lse or op.outputs.weights or op.outputs.state
+            return raw if wanted else raw.out
 
         return Executable(run)
 
@@ -90,6 +93,7 @@ def install(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callabl
         monkeypatch.setattr("attn_dispatch.plan.current_pins", lambda: pins or Pins())
         monkeypatch.setattr("attn_dispatch.report.current_pins", lambda: pins or Pins())
         monkeypatch.setattr("attn_dispatch.selection.pins.current_pins", lambda: pins or Pins())
+        monkeypatch.setattr(lock, "current_pins", lambda: pins or Pins())
         monkeypatch.setattr("attn_dispatch.selection.ranks.Session", lambda: Session(QUICK))
         return tuned.store()
 
@@ -158,6 +162,10 @@ def no_gradient(op, q, k, v, t, raw):
     return Raw(raw.out + 0.1 * (v.mean() - v.mean().detach()), raw.lse)
 
 
+def no_gradient_of_query(op, q, k, v, t, raw):
+    return Raw(raw.out + 0.1 * (q.mean() - q.mean().detach()), raw.lse)
+
+
 def half_precision(op, q, k, v, t, raw):
     return Raw(raw.out.bfloat16().float(), raw.lse)
 
@@ -166,7 +174,48 @@ def wrong_shape(op, q, k, v, t, raw):
     return Raw(raw.out[:, :1], raw.lse)
 
 
-LIES = {
+def other_weights(op, q, k, v, t, raw):
+    return Raw(raw.out, raw.lse, raw.weights.roll(1, -1))
+
+
+def no_weights(op, q, k, v, t, raw):
+    return Raw(raw.out, raw.lse)
+
+
+def lse_without_a_graph(op, q, k, v, t, raw):
+    return Raw(raw.out, raw.lse.detach())
+
+
+def wrong_gradient_of_lse(op, q, k, v, t, raw):
+    return Raw(raw.out, 2 * raw.lse - raw.lse.detach())
+
+
+def without_dropout(op, q, k, v, t, raw):
+    return reference.attention(op.with_(dropout_p=0.0), q, k, v, t)
+
+
+def dropped_and_not_scaled(op, q, k, v, t, raw):
+    return Raw(raw.out * (1 - op.dropout_p), raw.lse)
+
+
+def the_same_draw_each_time(op, q, k, v, t, raw):
+    torch.manual_seed(0)
+    return reference.attention(op, q, k, v, t)
+
+
+def backward_without_dropout(op, q, k, v, t, raw):
+    plain = without_dropout(op, q, k, v, t, raw).out
+    return Raw(plain + (raw.out - plain).detach(), raw.lse)
+
+
+def lse_after_dropout(op, q, k, v, t, raw):
+    return Raw(raw.out, raw.lse + (op.dropout_p > 0))
+
+
+DROPOUT: dict[str, Any] = {"dropout_p": 0.25}
+GRAD: dict[str, Any] = {"grad": ("query", "key", "value")}
+GRAD_LSE = GRAD | {"outputs": Outputs(lse=True)}
+LIES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "a dropped scale": (no_scale, {}, "out is"),
     "a mask off by one": (mask_off_by_one, {}, "out is"),
     "a wrong lse": (no_lse, {"outputs": Outputs(lse=True)}, "lse is"),
@@ -176,6 +225,16 @@ LIES = {
     "a wrong gradient": (no_gradient, {"grad": ("query", "key", "value")}, "gradient of value"),
     "a lower precision": (half_precision, {}, "out is"),
     "a wrong shape": (wrong_shape, {}, "out has shape"),
+    "weights of other keys": (other_weights, {"outputs": Outputs(weights=True)}, "weights is"),
+    "no weights": (no_weights, {"outputs": Outputs(weights=True)}, "weights have shape None"),
+    "an lse without a graph": (lse_without_a_graph, GRAD_LSE, "gradient of query"),
+    "a wrong gradient of the lse": (wrong_gradient_of_lse, GRAD_LSE, "gradient of query"),
+    "dropout ignored": (without_dropout, DROPOUT, "dropout_p 0.25 is ignored"),
+    "dropout without its scale": (dropped_and_not_scaled, DROPOUT, "the mean of"),
+    "one draw for ever": (the_same_draw_each_time, DROPOUT, "the mean of"),
+    "dropout in the forward alone": (backward_without_dropout, DROPOUT | GRAD, "the backward drops other weights"),
+    "an lse that dropout changes": (lse_after_dropout, DROPOUT | {"outputs": Outputs(lse=True)}, "lse is"),
+    "a wrong gradient beside dropout": (no_gradient_of_query, DROPOUT | GRAD, "gradient of query"),
 }
 
 
@@ -211,6 +270,112 @@ def test_large_problems_are_checked_at_their_own_size_row_by_row():
 
     op = op_of(2048, 2048)
     assert "rows 0 to 8" in run_gate("liar", op, registry_of(Toy("liar", spoil=only_large))).problem
+
+
+class Multiples(Toy):
+    """Takes multiples of 64 alone, as kernels without masked tails do."""
+
+    capabilities = (replace(Toy.capabilities[0], limits=(Limit("Sq", multiple_of=64), Limit("Skv", multiple_of=64))),)
+
+
+class LongAlone(Toy):
+    """Declines fewer than 2048 keys, so that no cut of an op fits it."""
+
+    capabilities = (replace(Toy.capabilities[0], limits=(Limit("Skv", minimum=2048),)),)
+
+
+def wide_op(b: int, h: int, sq: int, skv: int, **changes: Any) -> AttentionOp:
+    q, k = (TensorDesc((b, h, n, 8), "float32") for n in (sq, skv))
+    return AttentionOp(q, k, k, scale=8**-0.5, **changes)
+
+
+def test_a_problem_that_is_large_by_its_batch_is_cut_in_its_batch():
+    """B 64, S 50 had no cut at all: neither gradients nor large logits were looked at."""
+    op = wide_op(64, 8, 50, 50, mask=Causal(), grad=("query", "key", "value"))
+    assert [(small.B, small.Sq, small.Skv) for small in crops(op)] == [(3, 50, 50)]
+    problem = run_gate("liar", op, registry_of(Toy("liar", spoil=no_gradient))).problem
+    assert "gradient of value" in problem
+
+
+@pytest.mark.parametrize(
+    ("op", "lengths"),
+    [
+        (wide_op(1, 2, 2048, 2048), {(61, 61), (128, 128)}),
+        (wide_op(8, 64, 1, 4096), {(1, 61), (1, 128)}),
+        (wide_op(1, 2, 1024, 4096), {(61, 80), (128, 192)}),  # the longer side stays longer
+        (wide_op(4, 64, 100, 100), {(61, 61), (100, 100)}),
+    ],
+)
+def test_problems_are_cut_to_a_length_that_nothing_tiles_by_and_to_one_that_everything_does(op, lengths):
+    found = list(crops(op))
+    assert {(small.Sq, small.Skv) for small in found} == lengths
+    assert {small.B for small in found} == {min(op.B, 3)}
+
+
+def test_a_backend_for_multiples_of_64_alone_is_cut_and_not_waved_through():
+    op = op_of(2048, 2048, mask=Causal(), grad=("query", "key", "value"))
+    assert "gradient of value" in run_gate("liar", op, registry_of(Multiples("liar", spoil=no_gradient))).problem
+    assert run_gate("honest", op, registry_of(Multiples("honest"))).problem == ""
+
+
+def test_operands_are_cut_by_what_they_are_and_not_by_a_size_that_happens_to_be_equal():
+    lengths, slopes = TensorDesc((64,), "int64"), TensorDesc((64,), "float32")
+    columns = TensorDesc((64, 64), "bool")
+    op = wide_op(
+        64, 64, 64, 64,
+        mask=And.of(KeyLengths(Ref("lengths")), Columns(Ref("columns"))), score=(Alibi(Ref("slopes")),),
+        operands=(("columns", columns), ("lengths", lengths), ("slopes", slopes)),
+    )  # fmt: skip
+    small = next(crops(op))
+    shapes = {name: desc.shape for name, desc in small.operands}
+    assert (small.B, small.Hq, small.Sq, small.Skv) == (3, 64, 61, 61)
+    assert shapes == {"columns": (3, 61), "lengths": (3,), "slopes": (64,)}
+    assert op.resized(2, 64, 9).operand("columns").shape == (2, 9)
+
+
+def doubled_gradient(op, q, k, v, t, raw):
+    return Raw(2 * raw.out - raw.out.detach(), raw.lse)
+
+
+@pytest.mark.parametrize("lie", [None, doubled_gradient])
+def test_what_no_cut_fits_is_compared_whole_while_that_can_be_afforded(lie):
+    op = op_of(8, 2100, grad=("query", "key", "value"))
+    big = op.with_(query=op.query.with_shape(1, 64, 8, 8), key=op.key.with_shape(1, 64, 2100, 8))
+    big = big.with_(value=big.key)
+    assert big.B * big.Hq * big.Sq * big.Skv > 1 << 20
+    verdict = run_gate("toy", big, registry_of(LongAlone("toy", spoil=lie)))
+    assert ("gradient of query" in verdict.problem) is (lie is not None)
+    assert "grad" in verdict.errors
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"grad": ("query",)}, "the gradients cannot be compared"),
+        ({"dropout_p": 0.5}, "the dropout cannot be compared"),
+    ],
+)
+def test_what_cannot_be_compared_is_not_called_verified(changes, words, monkeypatch):
+    monkeypatch.setattr("attn_dispatch.selection.gate._AFFORDABLE", 1 << 20)
+    entry = tune(op_of(16, 40_000, **changes), registry_of(LongAlone("toy", 1), Toy("eager", 2)), Session(QUICK))
+    record = entry.record("toy")
+    assert record is not None
+    assert (record.status, record.median_us) == ("unverified", None)
+    assert words in record.note
+    assert entry.ranking == ("eager",)
+
+
+def test_what_needs_no_gradient_is_verified_by_its_rows():
+    assert run_gate("toy", op_of(64, 16384), registry_of(LongAlone("toy"))).problem == ""
+
+
+@pytest.mark.parametrize("p", [0.01, 0.5, 1.0])
+def test_honest_dropout_passes_and_moves_no_random_state(p):
+    state = torch.get_rng_state()
+    verdict = run_gate("toy", op_of(mask=Causal(), dropout_p=p), registry_of(Toy("toy")))
+    assert verdict.problem == ""
+    assert "dropout" in verdict.errors
+    assert torch.equal(torch.get_rng_state(), state)
 
 
 # --- choosing -------------------------------------------------------------------------------------------------------
@@ -341,43 +506,87 @@ def test_one_of_ours_that_raises_is_a_record():
 # --- nothing is disturbed ---------------------------------------------------------------------------------------------
 
 
-def test_tuning_leaves_everything_as_it_was(install):
-    install(Toy("one", 1), Toy("two", 2))
+def draws(op, q, k, v, t, raw):
+    torch.rand(3)
+
+
+def seeds(op, q, k, v, t, raw):
+    torch.manual_seed(0)
+
+
+def sets_threads(op, q, k, v, t, raw):
+    torch.set_num_threads(torch.get_num_threads() % 3 + 1)
+
+
+def fills_grad(op, q, k, v, t, raw):
+    with torch.enable_grad():
+        x = q.detach().requires_grad_()
+        x.square().sum().backward()
+
+
+@pytest.mark.parametrize("rude", [None, draws, seeds, sets_threads, fills_grad])
+def test_tuning_leaves_everything_as_it_was(rude, install):
+    """The candidates that do not run the call, but are measured, change what they can."""
+    changed: list[int] = []
+
+    def touch(*args: Any) -> None:
+        changed.append(torch.get_num_threads())
+        rude(*args)
+
+    install(Toy("liked", 1, touch if rude else None), Toy("fast", 2))
     q, k, v = (x().requires_grad_() for _ in range(3))
     q.grad = torch.ones_like(q)
     kept = [t.detach().clone() for t in (q, k, v)]
     torch.manual_seed(3)
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    with dispatch.use(autotune="on"):
-        dispatch.attention(q, k, v, dropout_p=0.0)
-    assert torch.equal(torch.get_rng_state(), state)
-    assert torch.get_num_threads() == threads
+    try:
+        with dispatch.use(autotune="on"):
+            made = dispatch.plan(q, k, v, dropout_p=0.0)
+        assert made.name == "fast"
+        assert bool(changed) is (rude is not None)
+        assert rude is not sets_threads or len(set(changed)) > 1
+        assert torch.equal(torch.get_rng_state(), state)
+        assert torch.get_num_threads() == threads
+    finally:
+        torch.set_num_threads(threads)
     assert all(torch.equal(a.detach(), b) for a, b in zip((q, k, v), kept, strict=True))
     assert torch.equal(q.grad, torch.ones_like(q))
     assert k.grad is None
 
 
+def notes(seen: list[tuple[bool, ...]]) -> Callable[..., None]:
+    """A toy's spoil that writes down what it finds around it."""
+
+    def look(op, q, k, v, t, raw):
+        product = (q.detach() @ k.detach().transpose(-1, -2)).dtype
+        seen.append((product == q.dtype, torch.is_inference_mode_enabled(), torch.ones(1).device == q.device))
+
+    return look
+
+
 @pytest.mark.parametrize("around", ["inference_mode", "default dtype", "default device", "replace_sdpa", "autocast"])
 def test_tuning_works_whatever_is_set_around_it(around, install):
-    store = install(Toy("one", 1), Toy("two", 2))
+    seen: list[tuple[bool, ...]] = []
+    store = install(Toy("liked", 1), Toy("fast", 2, notes(seen)))
     q = x()
     scopes = {
         "inference_mode": torch.inference_mode,
         "default device": lambda: torch.device("meta"),
         "replace_sdpa": dispatch.replace_sdpa,
-        "autocast": lambda: torch.autocast("cpu", enabled=False),
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
         "default dtype": torch.no_grad,
     }
     if around == "default dtype":
         torch.set_default_dtype(torch.float64)
     try:
         with scopes[around](), dispatch.use(autotune="on"):
-            dispatch.attention(q, q, q)
+            assert dispatch.plan(q, q, q).name == "fast"
     finally:
         torch.set_default_dtype(torch.float32)
     ((_, entry),) = store.entries()
     assert isinstance(entry, Entry)
     assert {r.status for r in entry.records} == {"ok"}
+    assert set(seen) == {(True, False, True)}  # no autocast, no inference mode, no other device reaches a candidate
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -523,6 +732,91 @@ def test_a_pin_that_cannot_run_falls_to_what_was_measured_and_says_so_once(insta
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert chosen(x(23)) == ("two", "tuned")
+
+
+def test_what_is_barred_by_name_stays_barred_at_a_shape_where_more_can_run(install):
+    """What is barred was told by the refusals at one shape: what declines that shape has another reason there, so it
+    stayed in the ranking and ran at the next shape."""
+    pins = Pins((Pin(When(), avoid=("small",), where="pins.yaml:3"),))
+    store = install(Small("small", 9), Toy("one", 1), Toy("two", 2), pins=pins)
+    store.put(entry_for(described(x(10)), "small", "two", "one"))
+    with dispatch.use(autotune="cached"):
+        assert chosen(x(14)) == ("two", "tuned")  # small declines it
+        assert chosen(x(10)) == ("two", "tuned")  # and here it is barred
+        assert chosen(x(16)) == ("two", "tuned")
+
+
+def test_tuning_that_fails_is_a_warning_and_the_call_goes_on(install, monkeypatch):
+    install(Toy("liked", 1), Toy("fast", 2))
+
+    def broken(*_args: Any) -> Entry:
+        raise RuntimeError("the clock stopped")
+
+    monkeypatch.setattr("attn_dispatch.selection.ranks.tune", broken)
+    with dispatch.use(autotune="on"):
+        with pytest.warns(
+            StoreWarning, match="tuning failed, so the estimate decides: RuntimeError: the clock stopped"
+        ):
+            assert chosen(x()) == ("liked", "heuristic")
+        dispatch.attention(x(), x(), x())
+
+
+def test_the_slow_ones_keep_their_place_behind_those_that_were_measured_twice():
+    """Times of two sessions were compared: the first rounds of the slow with the last rounds of the fast."""
+    far = {"slow": timing(50.0), "slower": timing(70.0)}
+    ranking, why = choose(["slow", "slower", "a", "b"], {"a": timing(60.0), "b": timing(30.0)}, far)
+    assert ranking == ("b", "a", "slow", "slower")
+    assert why == "30 us, 2.00x faster than a"
+    assert choose(["slow", "b"], {"b": timing(10.0)}, {"slow": timing(50.0)}) == (
+        ("b", "slow"),
+        "10 us, 5.00x faster than slow",
+    )
+
+
+def test_a_busy_machine_does_not_keep_a_choice_that_loses_by_a_fifth():
+    """The spread of single rounds grows with noise; that of their median falls with their number."""
+    noise = [0.8, 1.0, 1.2, 0.85, 1.15, 0.9, 1.1, 1.0, 1.0, 0.95, 1.05] * 4
+    slow = timing(120.0, 40.0, *(120.0 * n for n in noise))
+    fast = timing(100.0, 40.0, *(100.0 * n for n in noise[::-1]))
+    assert choose(["slow", "fast"], {"slow": slow, "fast": fast})[0][0] == "fast"
+
+
+def test_an_entry_that_ships_with_the_package_and_is_stale_is_not_complained_of(install, monkeypatch):
+    """Nobody here asked for it."""
+    install(Toy("one", 1), Toy("two", 2, version="2"))
+    op = described(x())
+    ranking = entry_for(op, "two", "one")
+    for shipped in (True, False):
+        entry = lock.LockEntry(op.bucketed(), ("two", "one"), ranking.records, "", "shipped.yaml:3", shipped)
+        monkeypatch.setattr(lock, "locked", lambda entry=entry: (entry,))
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with dispatch.use(autotune="cached"):
+                assert dispatch.explain(x(), x(), x()).source == "heuristic"
+        assert [w.category for w in said] == ([] if shipped else [StoreWarning])
+
+
+def test_explain_decides_as_a_call_does_for_the_bucket_and_then_at_the_shape(install):
+    """It decided at the shape alone, and so named another candidate where the bucket's first runs here too."""
+
+    class Steep(Toy):
+        """Cheap for short keys, dear for long ones."""
+
+        def estimate(self, op: AttentionOp) -> Cost:
+            return Cost(launches=1.0 if op.Skv <= 20 else 100.0)
+
+    install(Steep("steep"), Toy("flat", 10))
+    q = x(18)  # the bucket is 32, where steep is dear
+    assert chosen(q) == ("flat", "heuristic")
+    assert dispatch.explain(q, q, q).chosen == "flat"
+
+
+def test_explain_says_what_a_call_would_raise_when_a_miss_is_an_error(install):
+    install(Toy("one", 1))
+    with dispatch.use(autotune="assert"):
+        report = dispatch.explain(x(), x(), x())
+    assert report.chosen == ""
+    assert "autotune='assert', and nothing usable was measured" in report.error
 
 
 # --- a winner that is gone, declines or is stale ----------------------------------------------------------------------

@@ -23,9 +23,20 @@ def attn_dispatch_backends() -> list[Backend]:
     from attn_dispatch.backends.eager import Eager
     from attn_dispatch.backends.flex import Flex
     from attn_dispatch.backends.linear import LinearBackend
+    from attn_dispatch.backends.onnxruntime import OnnxRuntime
     from attn_dispatch.backends.sdpa_cudnn import SdpaCudnn
     from attn_dispatch.backends.sdpa_efficient import SdpaEfficient
     from attn_dispatch.backends.sdpa_flash import SdpaFlash
     from attn_dispatch.backends.sdpa_math import SdpaMath
 
-    return [SdpaFlash(), SdpaCudnn(), SdpaEfficient(), SdpaMath(), Blocked(), LinearBackend(), Flex(), Eager()]
+    return [
+        SdpaFlash(),
+        SdpaCudnn(),
+        SdpaEfficient(),
+        SdpaMath(),
+        Blocked(),
+        LinearBackend(),
+        OnnxRuntime(),
+        Flex(),
+        Eager(),
+    ]

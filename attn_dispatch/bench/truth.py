@@ -12,15 +12,12 @@ from attn_dispatch import reference
 from attn_dispatch.budgets import budget
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.tensors import TensorDesc
+from attn_dispatch.selection.gate import SLACK, places
 from attn_dispatch.selection.samples import Sample, golden_rows
 
-__all__ = ["SLACK", "Truth"]
+__all__ = ["Truth"]
 
-# An element may be off by its dtype's budget, or by this many times the error that the specification itself makes in
-# that dtype, whichever is more: the yardstick that candidates have in tuning too.
-SLACK = 8.0
 _WHOLE = 1 << 24  # pairs up to which all rows are compared
-_ROWS = 8  # rows compared at each of three places of a larger op
 
 
 @dataclass(frozen=True)
@@ -42,7 +39,7 @@ class Truth:
         pairs = op.B * op.Hq * op.Sq * op.Skv
         own = getattr(torch, op.dtype)
         self._parts: list[_Part] = []
-        for start, stop in [(0, op.Sq)] if pairs <= _WHOLE else _places(op.Sq):
+        for start, stop in [(0, op.Sq)] if pairs <= _WHOLE else places(op.Sq):
             want = golden_rows(op, sample, (start, stop)).out
             usual = golden_rows(op, sample, (start, stop), own).out
             self._parts.append(_Part(slice(start, stop), want, _allowed(op.dtype, "out", want, usual)))
@@ -65,11 +62,6 @@ class Truth:
             if problem := _off(f"gradient of {name}", got, want, allowed):
                 return problem
         return ""
-
-
-def _places(sq: int) -> list[tuple[int, int]]:
-    starts = sorted({0, max(sq // 2 - _ROWS // 2, 0), max(sq - _ROWS, 0)})
-    return [(start, min(sq, start + _ROWS)) for start in starts]
 
 
 def _allowed(dtype: str, quantity: str, want: torch.Tensor, usual: torch.Tensor) -> torch.Tensor:

@@ -1,17 +1,6 @@
 """The command line, ``attn-dispatch``: one module per command, each imported when its command runs.
 
-===============  ====================================================================================
-``doctor``       hardware, torch, backends, plugins that were set aside, configuration files, cache
-``backends``     what each backend can do, from its declared facts
-``explain``      what would run an op, given by flags or a file, and why
-``demo``         two real models through the dispatcher, compared with eager and with SDPA
-``tune``         measure the ops of workloads here, and write a lock file
-``conformance``  the contract suite over one backend: verified, refused, wrong, lied
-``cache``        the store of what was measured: ls, show, clear, merge, export
-``pins``         pin files: schema, check, show, diff
-``bench``        ours beside SDPA, its best forms by hand and other libraries, measured here
-===============  ====================================================================================
-"""
+===============  ============================================================================="""
 
 from __future__ import annotations
 
@@ -68,7 +57,7 @@ def backends_command(
 
 @app.command("explain")
 def explain_command(
-    file: Annotated[Path | None, typer.Argument(help="YAML or JSON file of an op (AttentionOp.to_dict).")] = None,
+    file: Annotated[Path | None, typer.Argument(help="An op as YAML or JSON, or an exported .onnx.")] = None,
     q: Annotated[str, typer.Option("--q", help="Query shape B,Hq,Sq,D.")] = "1,8,1024,64",
     kv: Annotated[str, typer.Option("--kv", help="Hkv,Skv of key and value; as the query when left out.")] = "",
     dv: Annotated[int, typer.Option("--dv", help="Head size of value; as D when 0.")] = 0,
@@ -103,6 +92,27 @@ def demo_command(
     from attn_dispatch.cli.demo import run
 
     raise typer.Exit(run(tokens, rounds))
+
+
+@app.command("export")
+def export_command(
+    model: Annotated[str, typer.Argument(help="minilm, smollm2, a transformers folder, or module:function.")],
+    out: Annotated[Path, typer.Option("-o", "--out", help="The file to write.")] = Path("model.onnx"),
+    opset: Annotated[int, typer.Option("--opset", help="Version of ai.onnx, 18 to 28.")] = 24,
+    form: Annotated[list[str] | None, typer.Option("--form", help="standard, decomposed, contrib, function.")] = None,
+    verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Run it on onnxruntime beside torch.")] = True,
+    replace_sdpa: Annotated[bool, typer.Option("--replace-sdpa", help="Lower F.scaled_dot_product_attention.")] = False,
+    external: Annotated[bool, typer.Option("--external-data", help="Weights in a file of their own.")] = False,
+    compare: Annotated[bool, typer.Option("--compare", help="minilm, smollm2: parity, time beside torch.")] = False,
+    tokens: Annotated[int, typer.Option("--tokens", min=1, help="Greedy tokens to compare.")] = 32,
+    as_json: AsJson = False,
+) -> None:
+    """Write a model as ONNX, and check it on onnxruntime at other sizes than the example's."""
+    from attn_dispatch.cli.export import Wanted, run
+
+    forms = tuple(form or ("standard",))
+    wanted = Wanted(model, out, opset, forms, verify, replace_sdpa, external, compare, tokens, as_json)
+    raise typer.Exit(run(wanted))
 
 
 @app.command("bench")

@@ -49,12 +49,26 @@ def run(file: Path | None, flags: Flags, backends: tuple[str, ...], as_json: boo
     from attn_dispatch.report import explain_op
     from attn_dispatch.selection.decide import Request
 
+    if file is not None and file.suffix == ".onnx":
+        return _explain_model(file, as_json)
     op = read_op(file) if file is not None else op_from_flags(flags)
     requests = (Request(backends, "--backend"),) if backends else ()
     report = explain_op(op, requests, current())
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
     if report.error:
         raise typer.Exit(2)
+
+
+def _explain_model(file: Path, as_json: bool) -> None:
+    """Print the attention calls that an exported model says it has, and what runs each here.
+
+    Raises:
+        ExportError: the file is no ONNX model, or is not one of ours.
+    """
+    from attn_dispatch.export.read import read_model
+
+    found = read_model(file)
+    typer.echo(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
 
 
 def read_op(file: Path) -> AttentionOp:

@@ -125,21 +125,9 @@ def read_workload(path: Path) -> list[tuple[AttentionOp, str]]:
     Raises:
         InputError: the file cannot be read or is no workload; the message names it.
     """
-    import yaml
+    from attn_dispatch.capture import Workload
 
-    from attn_dispatch.errors import InputError
-    from attn_dispatch.ir.ops import AttentionOp
-
-    remedy = "a file that Workload.save wrote"
-    try:
-        data = yaml.safe_load(path.read_text(encoding="utf-8"))
-        if not isinstance(data, dict) or not isinstance(data.get("ops"), list):
-            raise ValueError("it has no list of ops")
-        return [(AttentionOp.from_dict(entry["op"]), str(entry.get("layer", ""))) for entry in data["ops"]]
-    except KeyError as error:
-        raise InputError(f"{path}: not a workload: {error} is missing", remedy=remedy) from None
-    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError) as error:
-        raise InputError(f"{path}: not a workload: {error}", remedy=remedy) from None
+    return [(entry.op, entry.layer) for entry in Workload.load(path)]
 
 
 # --- diff ------------------------------------------------------------------------------------------------------------

@@ -210,7 +210,7 @@ def _summary(outcome: Outcome, seconds: float) -> str:
 
 
 def _failures(entries: Iterable[Entry]) -> list[str]:
-    bad = ("wrong", "crashed", "timeout", "memory", "error")
+    bad = ("wrong", "unverified", "crashed", "timeout", "memory", "error")
     return [
         f"{r.name} on {_short(e.measured)}: {r.status}, {r.note}" for e in entries for r in e.records if r.status in bad
     ]

@@ -214,17 +214,22 @@ class AttentionOp:
         return replace(self, operands=tuple((n, d) for n, d in self.operands if n not in names))
 
     def resized(self, b: int, sq: int, skv: int) -> AttentionOp:
-        """The op at other batch and lengths; operands follow their roles (a size that equals B, Sq or Skv)."""
+        """The op at other batch and lengths; operands follow their roles, not a size that happens to be equal."""
         q, k, v = self.query.shape, self.key.shape, self.value.shape
         sizes = {self.B: b} if self.B > 1 else {}
-        batched = self.weight.state_refs() if isinstance(self.weight, Linear) else []
-        fixed = {ref.name: ref in batched for ref in self.weight.refs()}  # sinks, decay and states know no lengths
+        lengths = {"Sq": sq, "Skv": skv}
+        roles = _roles(self)
 
         def resize(name: str, desc: TensorDesc) -> TensorDesc:
-            if name in fixed:
-                grows = fixed[name] and desc.shape[:1] == (self.B,)
-                return desc.with_shape(b, *desc.shape[1:]) if grows else desc
-            return _resize(desc, sizes, (self.Sq, sq), (self.Skv, skv))
+            if name not in roles:  # a dense mask or bias
+                return _resize(desc, sizes, (self.Sq, sq), (self.Skv, skv))
+            shape = list(desc.shape)
+            for axis, role in roles[name]:
+                if role in lengths and -len(shape) <= axis and shape[axis] == getattr(self, role):
+                    shape[axis] = lengths[role]
+                elif role == "B" and (axis == 0 < len(shape) or len(shape) > 1):
+                    shape[0] = sizes.get(shape[0], shape[0])
+            return desc.with_shape(*shape)
 
         operands = tuple((name, resize(name, desc)) for name, desc in self.operands)
         return replace(
@@ -332,14 +337,38 @@ def _combinators(mask: Mask) -> set[str]:
     return kinds.union(*(_combinators(part) for part in parts)) if parts else kinds
 
 
+def _roles(op: AttentionOp) -> dict[str, tuple[tuple[int, str], ...]]:
+    """What the axes of an operand are, where its place in the op says so: ``(0, "B")`` is a batch of any rank, and
+    ``(-2, "B")`` one that only more than one axis has. Nothing is listed for slopes and sinks: they know no lengths.
+    """
+    found: dict[str, tuple[tuple[int, str], ...]] = {ref.name: () for ref in op.weight.refs()}
+    found |= {term.slopes.name: () for term in op.score if isinstance(term, Alibi)}
+    batched = op.weight.state_refs() if isinstance(op.weight, Linear) else []
+    found |= {ref.name: ((0, "B"),) for ref in (*batched, op.q_offset) if isinstance(ref, Ref)}
+    per_key, per_query = ((-1, "Skv"), (-2, "B")), ((-1, "Sq"), (-2, "B"))
+    axes = {
+        **{("KeyLengths", "lengths"): ((0, "B"),), ("QueryLengths", "lengths"): ((0, "B"),)},
+        **{("Columns", "kept"): per_key, ("Segments", "keys"): per_key, ("BlockTable", "table"): ()},
+        **{("Rows", "kept"): per_query, ("Segments", "queries"): per_query},
+        ("Selected", "indices"): ((-2, "Sq"), (0, "B")),
+    }
+    for atom in op.mask.atoms():
+        for (kind, name), roles in axes.items():
+            operand = getattr(atom, name, None) if type(atom).__name__ == kind else None
+            if isinstance(operand, Ref):
+                found[operand.name] = roles
+    return found
+
+
 def _resize(desc: TensorDesc, sizes: dict[int, int], sq: tuple[int, int], skv: tuple[int, int]) -> TensorDesc:
+    """A dense operand, right-aligned to ``[B, H, Sq, Skv]``."""
     shape = list(desc.shape)
     if len(shape) >= 2:
         shape[-1] = skv[1] if shape[-1] == skv[0] else shape[-1]
         shape[-2] = sq[1] if shape[-2] == sq[0] else shape[-2]
-    elif shape and shape[0] in (sq[0], skv[0]) and shape[0] not in sizes:
-        shape[0] = skv[1] if shape[0] == skv[0] else sq[1]
-    if shape and (len(shape) != 2 or shape[0] in sizes):
+    elif shape and shape[0] == skv[0]:
+        shape[0] = skv[1]
+    if len(shape) > 2:
         shape[0] = sizes.get(shape[0], shape[0])
     return desc.with_shape(*shape)
 

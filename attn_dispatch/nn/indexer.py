@@ -158,7 +158,10 @@ class LightningIndexer(nn.Module):
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of the first dimensions of ``x``: the first half of them pairs with the second."""
+    """Rotary embedding of the first dimensions of ``x``: the first half of them pairs with the second.
+
+    The tables are transformers', with a value for each feature and not for each pair as `rotary.turn_pairs` takes them.
+    """
     turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
     first, second = turned.chunk(2, -1)
     turned = turned * cos + torch.cat([-second, first], -1) * sin

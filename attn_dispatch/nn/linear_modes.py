@@ -8,6 +8,7 @@ import torch
 
 from attn_dispatch.dispatch import attention
 from attn_dispatch.errors import InputError
+from attn_dispatch.nn.rotary import turn_pairs
 from attn_dispatch.variants import LinearState, Variant, WithState
 
 __all__ = ["MODES", "attend", "positions_after", "rotate"]
@@ -54,7 +55,7 @@ def attend(
         raise InputError(f"mode={mode!r} goes through the tokens in order, so it needs is_causal=True")
     if mode == "parallel":
         options["backend"] = "eager"
-    elif mode == "chunk":
+    elif mode == "chunk" and q.shape[2]:  # of nothing there are no chunks
         options["backend"] = "linear"
     t = q.shape[2]
     if step is not None and t != k.shape[2]:
@@ -110,8 +111,5 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """
     half = x.shape[-1] // 2
     speed = 10000.0 ** -torch.linspace(0, 1, half, device=x.device)
-    angle = (positions[:, None, :, None] * speed).repeat_interleave(2, -1)
-    sin, cos = angle.sin().to(x.dtype), angle.cos().to(x.dtype)
-    pairs = x.unflatten(-1, (half, 2))
-    turned = torch.stack((-pairs[..., 1], pairs[..., 0]), -1).flatten(-2)
-    return x * cos + turned * sin
+    angle = positions[:, None, :, None] * speed
+    return turn_pairs(x, angle.cos().to(x.dtype), angle.sin().to(x.dtype), interleaved=True)

@@ -8,7 +8,7 @@ import torch
 
 from attn_dispatch.errors import InputError
 
-__all__ = ["Rotary"]
+__all__ = ["Rotary", "turn_pairs"]
 
 
 @dataclass(frozen=True)
@@ -66,12 +66,7 @@ class Rotary:
         if x.shape[-1] < self.dim:
             raise InputError(f"x has {x.shape[-1]} features, Rotary turns the first {self.dim}")
         turned, rest = x[..., : self.dim], x[..., self.dim :]
-        if self.interleaved:
-            a, b = turned[..., 0::2], turned[..., 1::2]
-            turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
-        else:
-            a, b = turned.chunk(2, -1)
-            turned = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
+        turned = turn_pairs(turned, cos, sin, self.interleaved)
         return torch.cat([turned, rest], -1) if rest.shape[-1] else turned
 
     def angles(self, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -79,3 +74,16 @@ class Rotary:
         pairs = torch.arange(0, self.dim, 2, device=positions.device, dtype=dtype)
         frequencies = 1.0 / self.base ** (pairs / self.dim)
         return (positions.to(dtype) / self.scaling)[..., None] * frequencies
+
+
+def turn_pairs(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
+    """Turn the pairs of features of ``x [..., D]`` by the angles of ``cos`` and ``sin [..., D / 2]``.
+
+    Args:
+        interleaved: pairs are neighbours; else a feature of the first half pairs with one of the second.
+    """
+    if interleaved:
+        a, b = x[..., 0::2], x[..., 1::2]
+        return torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
+    a, b = x.chunk(2, -1)
+    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1)

@@ -14,13 +14,16 @@ import torch
 from attn_dispatch import reference
 from attn_dispatch.backend import Cost, Operands, Run
 from attn_dispatch.capability import Reason
-from attn_dispatch.ir.atoms import Dense, Full
+from attn_dispatch.ir.atoms import BlockTable, Dense, Full, Selected
+from attn_dispatch.ir.masks import Not
+from attn_dispatch.ir.operands import Table
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Alibi, Bias
 from attn_dispatch.ir.tensors import Ref, TensorDesc
 from attn_dispatch.ir.weights import Softmax
 from attn_dispatch.passes.drop_noops import used_names
 from attn_dispatch.rewrites.base import Rewrite, Rewritten, not_useful
+from attn_dispatch.rewrites.materialise_bias import bias_dtype, written_bias
 
 __all__ = ["DensifyMask"]
 
@@ -34,16 +37,17 @@ class DensifyMask(Rewrite):
     order = 70
 
     def apply(self, op: AttentionOp) -> Rewritten | Reason:
-        has_alibi = any(isinstance(term, Alibi) for term in op.score)
+        alibi = next((term for term in op.score if isinstance(term, Alibi)), None)
         has_mask = not isinstance(op.mask, (Full, Dense))
-        if not has_mask and not has_alibi:
+        if not has_mask and alibi is None:
             return not_useful(f"mask {op.mask} has nothing to write out")
         if not isinstance(op.weight, Softmax):
             return Reason("feature", op.weight.feature, text="the linear family has no additive masks")
         score = tuple(Bias(Ref(_BIAS)) if isinstance(term, Alibi) else term for term in op.score)
-        extra = [(_BIAS, TensorDesc((1, op.Hq, op.Sq, op.Skv), _bias_dtype(op), op.device))] if has_alibi else []
-        extra += [(_MASK, TensorDesc((op.B, 1, op.Sq, op.Skv), "bool", op.device))] if has_mask else []
-        grad = tuple(_BIAS if has_alibi and name == "bias" else name for name in op.grad)
+        extra = [(_BIAS, TensorDesc((1, op.Hq, op.Sq, op.Skv), bias_dtype(op), op.device))] if alibi else []
+        heads = _mask_heads(op)
+        extra += [(_MASK, TensorDesc((op.B, heads, op.Sq, op.Skv), "bool", op.device))] if has_mask else []
+        grad = tuple(_BIAS if alibi and name == alibi.slopes.name else name for name in op.grad)
         inner = op.with_(
             mask=Dense(Ref(_MASK)) if has_mask else op.mask,
             score=score,
@@ -56,8 +60,8 @@ class DensifyMask(Rewrite):
         def adapt(run: Run) -> Run:
             def outer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
                 made = dict(t)
-                if has_alibi:
-                    made[_BIAS] = _alibi_bias(op, q, k, t)
+                if alibi:
+                    made[_BIAS] = written_bias(op, alibi, q, k, t)
                 if has_mask:
                     allowed = reference.allowed_pairs(op, q, k, t)
                     assert allowed is not None
@@ -66,17 +70,21 @@ class DensifyMask(Rewrite):
 
             return outer
 
-        elements = (op.B if op.mask.refs() else 1) * op.Sq * op.Skv * (op.Hq if has_alibi else 1)
+        elements = (op.B if op.mask.refs() else 1) * op.Sq * op.Skv * (op.Hq if alibi else heads)
         return Rewritten(inner, adapt, 1.0, Cost(0.0, 16.0 * elements, 4.0))
 
 
-def _bias_dtype(op: AttentionOp) -> str:
-    return "float64" if op.dtype == "float64" else "float32"  # the CPU kernel misreads a float32 mask beside float64
-
-
-def _alibi_bias(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor:
-    term = next(term for term in op.score if isinstance(term, Alibi))
-    grid = reference.positions(op, q, k, t)
-    slopes = t[term.slopes.name].to(getattr(torch, _bias_dtype(op))).view(-1, 1, 1)
-    bias = -slopes * (grid.queries - grid.keys).abs()
-    return bias[(None,) * (4 - bias.ndim)]
+def _mask_heads(op: AttentionOp) -> int:
+    """Hq when a part of the mask differs by head, else 1: what is written out then has a size for each."""
+    for atom in op.mask.atoms():
+        if isinstance(atom, Not):  # its part comes on its own
+            continue
+        shapes = [op.operand(name).shape for name in atom.refs()]
+        if isinstance(atom, BlockTable) and isinstance(atom.table, Table):
+            shapes.append(tuple(atom.table.tensor().shape))
+        least = (
+            4 if isinstance(atom, Selected) else 3
+        )  # indices [B, Sq, K] have no heads; a mask or table of rank 3 has
+        if any(len(shape) >= least and shape[-3] != 1 for shape in shapes):
+            return op.Hq
+    return 1

@@ -4,8 +4,8 @@
    head, and each query row becomes a batch of its own over its ``K`` keys, for any backend.
 2. Query rows run in chunks whose rows fit into the cache; one decode step is one chunk.
 3. -1, repeats of a key (set semantics), and what the rest of the mask excludes (causal, lengths, documents ...) are
-   masked by a small ``[rows, K]`` mask; nothing of the size Sq x Skv is made, unless the rest of the mask has tensors
-   per key, which are looked up chunk by chunk.
+   masked by a small ``[rows, K]`` mask; nothing of the size Sq x Skv is made, unless the rest of the mask lists pairs
+   itself (``Dense``, more lists), which are looked up chunk by chunk.
 4. Gradients of query, key and value go through the copies; indices have none.
 5. Useless where the lists are not much shorter than the keys; a selection per head shares nothing: left to masks.
 """
@@ -26,6 +26,7 @@ from attn_dispatch.ir import atoms
 from attn_dispatch.ir.listed import first_of_each
 from attn_dispatch.ir.masks import And, Grid, Mask
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.pointwise import allowed_at, is_pointwise
 from attn_dispatch.ir.scores import SoftCap
 from attn_dispatch.ir.tensors import Ref, TensorDesc
 from attn_dispatch.ir.weights import Softmax
@@ -36,11 +37,6 @@ __all__ = ["Gather"]
 
 _KEEP = "gathered_keep"
 _CHUNK_BYTES = 4 << 20  # of gathered rows: measured best on 2 cores, twice as fast as 32 MiB, which misses the cache
-# Atoms that look at the position of a key alone, so that they can be asked about listed keys instead of all.
-_POINTWISE = (
-    *(atoms.Full, atoms.Causal, atoms.Window, atoms.Stride, atoms.SameBlock, atoms.KeyRange),
-    *(atoms.KeyLengths, atoms.QueryLengths),
-)
 
 
 @dataclass(frozen=True)
@@ -87,7 +83,7 @@ def _split(op: AttentionOp) -> _Lists | None:
         return None
     first = listed[0]
     rest = [p for p in parts if p is not first]
-    near = [p for p in rest if all(isinstance(a, _POINTWISE) or type(a).__name__ == "Not" for a in p.atoms())]
+    near = [p for p in rest if is_pointwise(p)]
     far = [p for p in rest if p not in near]
     assert isinstance(first.indices, Ref)
     return _Lists(first.indices.name, And.of(*near) if near else None, And.of(*far) if far else None)
@@ -97,7 +93,7 @@ def _gathered(op: AttentionOp, lists: _Lists, count: int) -> Rewritten:
     rows = _chunk_rows(op, count)
     n = op.B * rows
     sinks = [(name, desc) for name, desc in op.operands if name in used_names(op.with_(mask=atoms.Full()))]
-    per_head = lists.looked_up is not None and _may_have_heads(op, lists.looked_up)
+    per_head = any(_may_have_heads(op, part) for part in (lists.pointwise, lists.looked_up) if part is not None)
     keep = TensorDesc((n, op.Hq, 1, count) if per_head else (n, count), "bool", op.device)
     inner = op.with_(
         query=replace(op.query, shape=(n, op.Hq, 1, op.D), strides="rows"),
@@ -210,9 +206,10 @@ class _Rows:
         return found.view(b * rows, self._h, count, self._d)
 
 
-# Memory for fetched rows, kept between calls: a few MiB that are allocated and freed at every call go back to the
-# system each time, and their page faults cost three times as much as the copy (1.7 ms instead of 0.6 ms for a decode
-# step of 8 kv heads with 256 keys). Who takes a space is its only user until it is put back.
+# Memory for fetched rows, kept between calls: what is allocated and freed at every call goes back to the system each
+# time, and its page faults cost three times as much as the copy (1.7 ms instead of 0.6 ms for a decode step of 8 kv
+# heads with 256 keys). Who takes a space is its only user until it is put back. At most 64 MiB stay: `_MOST` spaces
+# of `_LARGEST` bytes.
 _spaces: list[torch.Tensor] = []
 _LARGEST, _MOST = 4 * _CHUNK_BYTES, 4
 
@@ -247,7 +244,8 @@ def _kept(
     keep = first_of_each(listed)[:, None]
     if lists.pointwise is not None:
         grid = Grid.make(sq, skv, reference.offset_of(op, sq, skv, t), t, q.device, rows)
-        keep = keep & lists.pointwise.allowed(replace(grid, keys=listed[:, None]))
+        at, queries = grid.rows[None, None], grid.queries[(None,) * (4 - grid.queries.ndim)]
+        keep = keep & allowed_at(lists.pointwise, replace(grid, rows=at, queries=queries, keys=listed[:, None]))
     if lists.looked_up is not None:
         allowed = lists.looked_up.dense(sq, skv, reference.offset_of(op, sq, skv, t), t, q.device, rows=rows)
         allowed = allowed[(None,) * (4 - allowed.ndim)].expand(listed.shape[0], -1, -1, -1)

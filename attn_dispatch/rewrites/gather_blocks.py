@@ -72,11 +72,11 @@ class GatherBlocks(Rewrite):
             )
         table, rest = found
         if not isinstance(table.table, Table):
-            return Reason("feature", "mask:BlockTable", text="the table is known only when it runs")
+            return Reason("feature", "mask:BlockTable", text="the table of BlockTable is known only when it runs")
         if (reason := why_not_split(op)) is not None:
             return reason
         if not is_pointwise(rest) or any(isinstance(atom, BlockTable) for atom in rest.atoms()):
-            return Reason("feature", "mask", text="the rest of the mask lists its pairs itself")
+            return Reason("feature", "mask", text=f"the rest of the mask, {rest}, lists its pairs itself or by blocks")
         if isinstance(op.weight, Softmax) and op.weight.sinks is not None:
             text = "sinks belong to a head, and blocks of rows become a batch"
             return Reason("feature", "sinks", True, False, "apply_sinks > gather_blocks", text)

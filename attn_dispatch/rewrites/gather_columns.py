@@ -72,7 +72,8 @@ class GatherColumns(Rewrite):
         if (reason := why_not_split(op)) is not None:
             return reason
         if not is_pointwise(op.mask):
-            return Reason("feature", "mask", text="a part of the mask lists its pairs itself")
+            lists = sorted({type(atom).__name__ for atom in op.mask.atoms() if not is_pointwise(atom)})
+            return Reason("feature", "mask", text=f"{', '.join(lists)} in the mask lists its pairs itself")
         if op.device != "cpu" and op.mask.refs():
             text = "which columns are marked would have to be waited for"
             return Reason("device", "device", op.device, "cpu", text=text)

@@ -22,7 +22,7 @@ from attn_dispatch.ir.weights import Softmax
 from attn_dispatch.passes.drop_noops import used_names
 from attn_dispatch.rewrites.base import Rewrite, Rewritten, not_useful
 
-__all__ = ["MaterialiseBias"]
+__all__ = ["MaterialiseBias", "bias_dtype", "written_bias"]
 
 _BIAS = "written_bias"
 _MAX_ELEMENTS = 1 << 28
@@ -45,7 +45,7 @@ class MaterialiseBias(Rewrite):
         if elements > _MAX_ELEMENTS:
             return Reason("limit", "bias", elements, f"<= {_MAX_ELEMENTS}", text=f"{elements} elements of bias")
         slopes = term.slopes.name
-        bias = TensorDesc((batch, op.Hq, op.Sq, op.Skv), _dtype(op), op.device)
+        bias = TensorDesc((batch, op.Hq, op.Sq, op.Skv), bias_dtype(op), op.device)
         inner = op.with_(
             score=tuple(Bias(Ref(_BIAS)) if t == term else t for t in op.score),
             operands=(*op.operands, (_BIAS, bias)),
@@ -56,19 +56,21 @@ class MaterialiseBias(Rewrite):
 
         def adapt(run: Run) -> Run:
             def outer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-                return run(q, k, v, {**t, _BIAS: _bias(op, term, q, k, t)})
+                return run(q, k, v, {**t, _BIAS: written_bias(op, term, q, k, t)})
 
             return outer
 
         return Rewritten(inner, adapt, 1.0, Cost(0.0, 12.0 * elements, 5.0))
 
 
-def _dtype(op: AttentionOp) -> str:
+def bias_dtype(op: AttentionOp) -> str:
+    """What a bias is written in; the CPU kernel misreads a float32 one beside float64."""
     return "float64" if op.dtype == "float64" else "float32"
 
 
-def _bias(op: AttentionOp, term: Alibi, q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor:
+def written_bias(op: AttentionOp, term: Alibi, q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor:
+    """ALiBi's bias ``[B|1, Hq, Sq, Skv]``."""
     grid = reference.positions(op, q, k, t)
-    slopes = t[term.slopes.name].to(getattr(torch, _dtype(op))).view(-1, 1, 1)
+    slopes = t[term.slopes.name].to(getattr(torch, bias_dtype(op))).view(-1, 1, 1)
     bias = slopes * -(grid.queries - grid.keys).abs().to(slopes.dtype)
     return bias[(None,) * (4 - bias.ndim)]

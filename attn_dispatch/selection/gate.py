@@ -1,10 +1,11 @@
 """The numerics gate: no candidate is timed before it has been right.
 
-A candidate is compared with float64 on a problem cut to a size where that is cheap, with each kind of sample of
-`samples.KINDS` (large logits, ragged lengths and empty rows, views), values, lse and gradients; and then at the size
-that is tuned, for rows at the beginning, the middle and the end. An element may be off by the budget of
-`attn_dispatch.budgets`, or by `SLACK` times the error that the specification itself makes in the op's dtype, whichever
-is more: on hard inputs the second is the yardstick (as in PyTorch's own tests).
+A candidate is compared with float64 on problems cut to a size where that is cheap, with each kind of sample of
+`samples.KINDS` (large logits, ragged lengths and empty rows, views): values, lse, weights, state and gradients; and
+then at the size that is tuned, for rows at the beginning, the middle and the end. An element may be off by the budget
+of `attn_dispatch.budgets`, or by `SLACK` times the error that the specification itself makes in the op's dtype,
+whichever is more: on hard inputs the second is the yardstick (as in PyTorch's own tests). Dropout is checked by
+`gate_dropout`: alike without it, different with it, and right on average.
 """
 
 from __future__ import annotations
@@ -25,16 +26,22 @@ from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.passes import canonicalise
 from attn_dispatch.registry import Registry
 from attn_dispatch.selection.candidates import build, rebuild
+from attn_dispatch.selection.gate_dropout import dropout_problem
 from attn_dispatch.selection.samples import KINDS, Sample, as_double, golden, golden_rows, make_sample
+from attn_dispatch.state import state_dtype
 
-__all__ = ["SLACK", "Verdict", "crops", "run_gate", "step"]
+__all__ = ["SLACK", "Verdict", "crops", "places", "run_gate", "step"]
 
 SLACK = 8.0
 # Rounding a logit of some hundreds changes its exponential by so many roundings: what `large` inputs may be off more.
 _LARGE = 100.0
 _ROWS = 8  # rows compared at each of three places of a large problem
-_CROP = (61, 130)  # lengths of the cut problems: neither is a multiple of what kernels tile by
-_LONG_CROP = (301, 602, 1203)
+# Lengths of the cut problems: one that no kernel tiles by, and one that every kernel does, since what takes multiples
+# of 64 alone must be cut too. Forms that only pay for long inputs decline both, and get one of the longer ones.
+_CROPS = (61, 128)
+_LONG_CROPS = (301, 256, 602, 512, 1203, 1024)
+_SMALL = 1 << 20  # pairs up to which an op is its own cut
+_AFFORDABLE = 1 << 24  # pairs up to which all of an op that cannot be cut is compared
 
 
 @dataclass(frozen=True)
@@ -43,11 +50,18 @@ class Verdict:
 
     Args:
         problem: what is wrong, with the sample on which it is; empty when it may be timed.
-        errors: the largest error by quantity (``out lse grad``), in units of what is allowed.
+        errors: the largest error by quantity (``out lse weights state grad dropout``), in units of what is allowed.
+        unverified: quantities that the op wants and that could not be compared; they are part of the problem.
     """
 
     problem: str = ""
     errors: dict[str, float] = field(default_factory=dict)
+    unverified: tuple[str, ...] = ()
+
+    @property
+    def status(self) -> str:
+        """What a record says of it: ``ok``, ``wrong``, or ``unverified`` when it may be right and nobody knows."""
+        return "unverified" if self.unverified else "wrong" if self.problem else "ok"
 
 
 def run_gate(name: str, op: AttentionOp, registry: Registry, seen: dict[Any, Verdict] | None = None) -> Verdict:
@@ -56,13 +70,23 @@ def run_gate(name: str, op: AttentionOp, registry: Registry, seen: dict[Any, Ver
     Args:
         name: the candidate. op: a canonical op. registry: where the name is registered.
         seen: verdicts on cut problems, kept over the ops of one session: many sizes share one cut problem.
+
+    Returns:
+        The verdict; the random state is left as it was. Rows alone do not say what a gradient or a state should be:
+        where no cut problem fits, all of the op is compared, and when it is too large for that, the verdict's problem
+        is that it was not verified.
     """
-    seen = {} if seen is None else seen
+    with torch.random.fork_rng([torch.cuda.current_device()] if op.device == "cuda" else []):
+        return _gate(name, op, registry, {} if seen is None else seen)
+
+
+def _gate(name: str, op: AttentionOp, registry: Registry, seen: dict[Any, Verdict]) -> Verdict:
     errors: dict[str, float] = {}
     fitting = [small for small in crops(op) if rebuild(name, small, registry) is not None]
-    if not fitting:  # forms that only pay for long inputs decline short ones
-        longer = (small for small in crops(op, _LONG_CROP) if rebuild(name, small, registry) is not None)
+    if not fitting:
+        longer = (small for small in crops(op, _LONG_CROPS, most=1) if rebuild(name, small, registry) is not None)
         fitting = list(itertools.islice(longer, 1))
+    whole = _pairs(op) <= (_SMALL if fitting else _AFFORDABLE)
     for small in fitting:
         key = (name, small)
         if key not in seen:
@@ -70,29 +94,48 @@ def run_gate(name: str, op: AttentionOp, registry: Registry, seen: dict[Any, Ver
         if seen[key].problem:
             return seen[key]
         errors = _worst_of(errors, seen[key].errors)
-    at_size = _check(name, op, registry, ("typical",), whole=_is_small(op))
-    return Verdict(at_size.problem, _worst_of(errors, at_size.errors))
+    at_size = _check(name, op, registry, ("typical",), whole)
+    errors = _worst_of(errors, at_size.errors)
+    missing = () if at_size.problem or whole or fitting else _needs_all(op)
+    if not missing:
+        return Verdict(at_size.problem, errors)
+    what = " and ".join(missing)
+    problem = f"the {what} cannot be compared: it declines every cut of the op, which is too large to compare whole"
+    return Verdict(problem, errors, missing)
 
 
-def crops(op: AttentionOp, lengths: tuple[int, ...] = _CROP) -> Iterator[AttentionOp]:
-    """The op cut to small lengths, with equal lengths staying equal and the longer side staying longer."""
-    if _is_small(op):
+def _needs_all(op: AttentionOp) -> tuple[str, ...]:
+    """What is wanted and cannot be compared by some rows."""
+    wanted = {"gradients": bool(op.grad), "state": op.outputs.state, "dropout": op.dropout_p > 0}
+    return tuple(name for name, on in wanted.items() if on)
+
+
+def crops(op: AttentionOp, lengths: tuple[int, ...] = _CROPS, most: int = 3) -> Iterator[AttentionOp]:
+    """The op cut to small lengths and batch, with equal lengths staying equal and the longer side staying longer.
+
+    Args:
+        op: a canonical op; one that is small already is its own cut. lengths: what to cut to. most: sequences kept.
+    """
+    if _pairs(op) <= _SMALL:
         yield op
         return
+    known: set[AttentionOp] = set()
     for length in lengths:
-        if length >= max(op.Sq, op.Skv):
-            return
         sq, skv = min(op.Sq, length), min(op.Skv, length)
         if op.Sq != op.Skv and sq == skv:
-            sq, skv = (sq, skv + 19) if op.Skv > op.Sq else (sq + 19, skv)
+            more = 19 if length % 64 else 64
+            sq, skv = (sq, min(skv + more, op.Skv)) if op.Skv > op.Sq else (min(sq + more, op.Sq), skv)
         try:
-            yield canonicalise(op.resized(min(op.B, 3 if lengths is _CROP else 1), sq, skv))[0]
+            small = canonicalise(op.resized(min(op.B, most), sq, skv))[0]
         except ValueError:  # a mask whose constants (a block table) fit the op's own lengths alone
             continue
+        if small not in known:
+            known.add(small)
+            yield small
 
 
-def _is_small(op: AttentionOp) -> bool:
-    return op.B * op.Hq * op.Sq * op.Skv <= 1 << 20
+def _pairs(op: AttentionOp) -> int:
+    return op.B * op.Hq * op.Sq * op.Skv
 
 
 def step(run: Run, op: AttentionOp, sample: Sample) -> Callable[[], Any]:
@@ -121,27 +164,26 @@ class _Problem:
     sample: Sample
     before: dict[str, torch.Tensor]
     blocks: tuple[tuple[tuple[int, int], Raw, Raw], ...]
-    upstream: torch.Tensor | None = None
+    upstream: dict[str, torch.Tensor] | None = None
     gradients: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
 
-@functools.lru_cache(maxsize=12)  # all candidates of an op meet the same problems
+@functools.lru_cache(maxsize=20)  # all candidates of an op meet the same problems
 def _problem(op: AttentionOp, kind: str, whole: bool) -> _Problem:
     sample = make_sample(op, kind, seed=1)
     before = {n: x.detach().clone() for n, x in sample.named().items()}
     # rows alone do not say what a state should be; the cut problems show it
-    speaks = op.dropout_p == 0 and 0 not in (op.B, op.Hq, op.Sq, op.Dv)
+    speaks = 0 not in (op.B, op.Hq, op.Sq, op.Dv)
     if not speaks or (not whole and op.features & {"state:in", "state:out"}):
         return _Problem(sample, before, ())
     own = getattr(torch, op.dtype)
     if not whole:
-        blocks = tuple((r, golden_rows(op, sample, r), golden_rows(op, sample, r, own)) for r in _places(op.Sq))
+        blocks = tuple((r, golden_rows(op, sample, r), golden_rows(op, sample, r, own)) for r in places(op.Sq))
         return _Problem(sample, before, blocks)
     blocks = (((0, op.Sq), golden(op, sample), golden(op, sample, own)),)
-    if not op.grad:
+    if not op.grad or op.dropout_p > 0:
         return _Problem(sample, before, blocks)
-    shape = (op.B, op.Hq, op.Sq, op.Dv)
-    upstream = torch.randn(shape, generator=torch.Generator().manual_seed(5)).to(own)
+    upstream = _upstream(op, blocks[0][1])
     right, plain = (_reference_gradients(op, sample, upstream, dtype) for dtype in (torch.float64, None))
     return _Problem(sample, before, blocks, upstream, (right, plain))
 
@@ -161,15 +203,18 @@ def _check(name: str, op: AttentionOp, registry: Registry, kinds: tuple[str, ...
         if problem:
             _problem.cache_clear()  # what was changed must not spoil the next check
             return Verdict(f"{problem} ({where})", errors)
-        if op.dropout_p > 0:  # random: shape, dtype and finiteness are all that can be said
-            problem = _shape_problem(op, raw, sample)
-            problem = problem or ("" if reference.finite(raw.out) or kind != "typical" else "the output is not finite")
-        else:
-            problem, found = _compare(op, ready, raw, _LARGE if kind == "large" else 1.0)
-            errors = _worst_of(errors, found)
+        problem, found = _compare(op, ready, raw, _LARGE if kind == "large" else 1.0)
+        errors = _worst_of(errors, found)
+        if op.dropout_p > 0 and whole and kind == "typical" and ready.blocks and not problem:
+            problem, off = dropout_problem(op, run, sample, ready.blocks[0][1].out)
+            errors = _worst_of(errors, {"dropout": off})
         if problem:
             return Verdict(f"{problem} ({where})", errors)
-    return Verdict("", errors)
+    plain = op.with_(dropout_p=0.0)
+    if op.dropout_p == 0 or rebuild(name, plain, registry) is None:
+        return Verdict("", errors)
+    without = _check(name, plain, registry, kinds, whole)
+    return Verdict(without.problem, _worst_of(errors, without.errors))
 
 
 def _shape_problem(op: AttentionOp, raw: Raw, sample: Sample) -> str:
@@ -180,6 +225,9 @@ def _shape_problem(op: AttentionOp, raw: Raw, sample: Sample) -> str:
         return f"out is {raw.out.dtype}, the query {sample.query.dtype}"
     if op.outputs.lse and (raw.lse is None or tuple(raw.lse.shape) != wanted[:3]):
         return f"lse has shape {None if raw.lse is None else list(raw.lse.shape)}, not {list(wanted[:3])}"
+    pairs = (*wanted[:3], op.Skv)
+    if op.outputs.weights and (raw.weights is None or tuple(raw.weights.shape) != pairs):
+        return f"weights have shape {None if raw.weights is None else list(raw.weights.shape)}, not {list(pairs)}"
     return "no state was returned" if op.outputs.state and raw.state is None else ""
 
 
@@ -190,9 +238,15 @@ def _compare(op: AttentionOp, ready: _Problem, raw: Raw, loose: float) -> tuple[
     if problem:
         return problem, errors
     for rows, want, usual in ready.blocks:
-        parts: list[tuple[str, Any, Any, Any]] = [("out", raw.out, want.out, usual.out)]
+        parts: list[tuple[str, Any, Any, Any]] = []
+        if op.dropout_p == 0:
+            parts.append(("out", raw.out, want.out, usual.out))
+        elif loose == 1.0 and not reference.finite(raw.out):  # lse, weights and state are those before dropout
+            return "the output is not finite", errors
         if op.outputs.lse:
             parts.append(("lse", raw.lse, want.lse, usual.lse))
+        if op.outputs.weights:
+            parts.append(("weights", raw.weights, want.weights, usual.weights))
         if op.outputs.state:
             parts += _states(raw, want, usual)
         for quantity, got, right, plain in parts:
@@ -215,16 +269,47 @@ def _states(raw: Raw, want: Raw, usual: Raw) -> list[tuple[str, Any, Any, Any]]:
     return parts if right.z is None else [*parts, ("state", got.z, right.z, plain.z)]
 
 
-def _places(sq: int) -> list[tuple[int, int]]:
+def places(sq: int) -> list[tuple[int, int]]:
+    """Rows ``(start, stop)`` at the beginning, the middle and the end of ``sq`` query rows."""
     starts = sorted({0, max(sq // 2 - _ROWS // 2, 0), max(sq - _ROWS, 0)})
     return [(start, min(sq, start + _ROWS)) for start in starts]
+
+
+def _upstream(op: AttentionOp, want: Raw) -> dict[str, torch.Tensor]:
+    """What flows back into each output that has a gradient; nothing into the lse of an empty row, which is -inf."""
+    generator = torch.Generator().manual_seed(5)
+    found = {"out": torch.randn(want.out.shape, generator=generator).to(getattr(torch, op.dtype))}
+    for quantity, x in _differentiable(op, want).items():
+        if quantity != "out":
+            up = torch.randn(x.shape, generator=generator, dtype=torch.float64).to(state_dtype(found["out"].dtype))
+            found[quantity] = torch.where(torch.isfinite(x), up, 0.0)
+    return found
+
+
+def _differentiable(op: AttentionOp, raw: Raw) -> dict[str, torch.Tensor]:
+    """The outputs that gradients flow through."""
+    found = {"out": raw.out} | ({"lse": raw.lse} if op.outputs.lse and raw.lse is not None else {})
+    if op.outputs.weights and raw.weights is not None:
+        found["weights"] = raw.weights
+    if op.outputs.state and raw.state is not None:
+        found |= {"S": raw.state.S} | ({} if raw.state.z is None else {"z": raw.state.z})
+    return found
+
+
+def _pull(op: AttentionOp, raw: Raw, upstream: dict[str, torch.Tensor], leaves: list[torch.Tensor]) -> Any:
+    """Gradients of all outputs together; an output that has no graph gives none, which shows as a wrong gradient."""
+    through = {n: x for n, x in _differentiable(op, raw).items() if x.requires_grad}
+    if not through:
+        return [None] * len(leaves)
+    ups = [upstream[name].to(x.device, x.dtype) for name, x in through.items()]
+    return torch.autograd.grad(list(through.values()), leaves, ups, allow_unused=True)
 
 
 def _gradient_problem(op: AttentionOp, ready: _Problem, raw: Raw, loose: float) -> tuple[str, float]:
     """Compare gradients with autograd's through the specification, in float64 and in the op's dtype."""
     assert ready.upstream is not None and ready.gradients is not None  # noqa: PT018 - made together
     leaves = [ready.sample.named()[name] for name in op.grad]
-    got = torch.autograd.grad(raw.out, leaves, ready.upstream.to(raw.out.device), allow_unused=True)
+    got = _pull(op, raw, ready.upstream, leaves)
     right, plain = ready.gradients
     worst = 0.0
     for name, mine, want, usual in zip(op.grad, got, right, plain, strict=True):
@@ -237,7 +322,7 @@ def _gradient_problem(op: AttentionOp, ready: _Problem, raw: Raw, loose: float) 
 
 
 def _reference_gradients(
-    op: AttentionOp, sample: Sample, upstream: torch.Tensor, dtype: torch.dtype | None
+    op: AttentionOp, sample: Sample, upstream: dict[str, torch.Tensor], dtype: torch.dtype | None
 ) -> list[torch.Tensor]:
     tensors = {n: x.detach().cpu() for n, x in sample.named().items()}
     if dtype is not None:
@@ -246,14 +331,9 @@ def _reference_gradients(
         tensors[name].requires_grad_()
     leaves = [tensors[name] for name in op.grad]
     own = Sample(tensors.pop("query"), tensors.pop("key"), tensors.pop("value"), tensors)
-    out = reference.attention(op, own.query, own.key, own.value, own.operands).out if dtype is None else None
-    out = _double_out(op, own) if out is None else out
-    found = torch.autograd.grad(out, leaves, upstream.to(out.dtype), allow_unused=True)
+    part = op if dtype is None else as_double(op)
+    found = _pull(op, reference.attention(part, own.query, own.key, own.value, own.operands), upstream, leaves)
     return [torch.zeros_like(x) if g is None else g for g, x in zip(found, leaves, strict=True)]
-
-
-def _double_out(op: AttentionOp, sample: Sample) -> torch.Tensor:
-    return reference.attention(as_double(op), sample.query, sample.key, sample.value, sample.operands).out
 
 
 def _error(

@@ -36,7 +36,7 @@ def try_apart(name: str, op: AttentionOp, registry: Registry, limit_s: float) ->
         name: the candidate. op: a canonical op. limit_s: seconds after which the child is ended.
 
     Returns:
-        The record of its failure (``crashed timeout memory wrong error``); None when it passed.
+        The record of its failure (``crashed timeout memory wrong unverified error``); None when it passed.
     """
     try:
         parts = pickle.dumps(_parts(name, registry))
@@ -85,7 +85,7 @@ def _verdict(name: str, op: AttentionOp, registry: Registry) -> Record:
     with torch.set_grad_enabled(bool(op.grad)):
         verdict = run_gate(name, op, registry)
         if verdict.problem:
-            return Record(name, "wrong", errors=verdict.errors, note=verdict.problem)
+            return Record(name, verdict.status, errors=verdict.errors, note=verdict.problem)
         candidate = rebuild(name, op, registry)
         assert candidate is not None  # the gate has built it
         step(build(candidate, op).run, op, make_sample(op, "typical", seed=2))()

@@ -40,9 +40,10 @@ class Record:
 
     Args:
         name: the candidate. status: ``ok``, ``pruned`` (not tried, by estimate), ``wrong`` (failed the numerics gate),
-            ``crashed``, ``timeout``, ``memory`` or ``error``. median_us, spread_us: of the timed step; None when it was
-            not timed. errors: largest error by quantity, in units of the budget. version: of what the candidate is made
-            of; another version makes the entry stale. note: why it was pruned or what went wrong.
+            ``unverified`` (what it should give is too dear to know), ``crashed``, ``timeout``, ``memory`` or ``error``.
+        median_us, spread_us: of the timed step; None when it was not timed. errors: largest error by quantity, in units
+            of the budget. version: of what the candidate is made of; another version makes the entry stale.
+        note: why it was pruned or what went wrong.
     """
 
     name: str

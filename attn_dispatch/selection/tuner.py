@@ -100,8 +100,7 @@ def tune(op: AttentionOp, registry: Registry, session: Session | None = None) ->
         tried, records = _prune(legal, op, session.effort)
         passed, failed = _gate(tried, op, registry, session)
         near, far, broken = _time(passed, op, session.effort)
-    ranking, why = choose([candidate.name for candidate in passed], near)
-    ranking = (*ranking, *sorted(far, key=lambda name: far[name].median_us))
+    ranking, why = choose([candidate.name for candidate in passed], near, far)
     timings = near | far
     measured = [
         Record(name, "ok", timing.median_us, timing.spread_us, passed[_candidate(passed, name)].errors)
@@ -133,11 +132,14 @@ def _library_version(backend: Any) -> str:
         return f"unknown ({type(error).__name__}: {error})"
 
 
-def choose(order: Sequence[str], timings: Mapping[str, Timing]) -> tuple[tuple[str, ...], str]:
+def choose(
+    order: Sequence[str], timings: Mapping[str, Timing], far: Mapping[str, Timing] | None = None
+) -> tuple[tuple[str, ...], str]:
     """Rank by time; the first place goes to the earliest in ``order`` that is within the margin of the fastest.
 
     Args:
-        order: names as the heuristic likes them. timings: of those that ran.
+        order: names as the heuristic likes them. timings: of those that ran, in one session.
+        far: of those that were too slow for that session; they come last.
 
     Returns:
         The ranking, and the reason for its first place in one line.
@@ -153,15 +155,17 @@ def choose(order: Sequence[str], timings: Mapping[str, Timing]) -> tuple[tuple[s
         return (), "no candidate passed"
     best = by_time[0]
     winner = next(n for n in order if n in timings and _is_as_fast(timings[n], timings[best]))
+    slower = far or {}
+    others = [*(n for n in by_time if n != winner), *sorted(slower, key=lambda name: slower[name].median_us)]
     took = f"{timings[winner].median_us:,.0f} us"
-    if len(by_time) == 1:
+    if not others:
         why = f"{took}, the only one that passed"
     elif winner != best:
         why = f"{took}; {best} took {timings[best].median_us:,.0f} us, less than the margin apart"
     else:
-        second = next(n for n in by_time if n != winner)
-        why = f"{took}, {timings[second].median_us / timings[winner].median_us:.2f}x faster than {second}"
-    return (winner, *(name for name in by_time if name != winner)), why
+        second = {**slower, **timings}[others[0]]
+        why = f"{took}, {second.median_us / timings[winner].median_us:.2f}x faster than {others[0]}"
+    return (winner, *others), why
 
 
 def _is_as_fast(timing: Timing, best: Timing) -> bool:
@@ -250,7 +254,7 @@ def _gate(
             failed.append(failure_of(name, error))
             continue
         if verdict.problem:
-            failed.append(Record(name, "wrong", errors=verdict.errors, note=verdict.problem))
+            failed.append(Record(name, verdict.status, errors=verdict.errors, note=verdict.problem))
         else:
             passed[candidate] = verdict
     return passed, failed

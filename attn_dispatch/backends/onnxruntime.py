@@ -1,0 +1,185 @@
+"""``onnxruntime``: single ops lowered to ONNX, on onnxruntime's CPU and CUDA providers.
+
+Which form an op takes is decided when it is compiled, by what the runtime here was seen to do (`ort_probes`): the
+Attention node where it is right, plain operators otherwise. The library is imported then and not before.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from collections.abc import Sequence
+from importlib import metadata
+from typing import Any
+
+import torch
+
+from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw, dense_cost
+from attn_dispatch.capability import ALL_FEATURES, Capability, Limit, Reason
+from attn_dispatch.errors import BackendError
+from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.tensors import TensorDesc
+
+__all__ = ["OnnxRuntime", "form_for", "installed"]
+
+_NEVER = {"dropout", "grad", "grad:operands", "grad:lse", "higher_order", "traced", "empty"}
+_NEVER |= {"weight:Linear", "decay", "state:in", "state:out"}
+_ONES = tuple(Limit(name, minimum=1) for name in ("B", "Hq", "Sq", "Skv", "D", "Dv"))
+_OPSET = 24
+_DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
+
+
+class OnnxRuntime(Backend):
+    """An op as a model of its own, in sessions that take torch's tensors by address."""
+
+    name = "onnxruntime"
+    tested = "cpu"
+    hints = {  # noqa: RUF012
+        "grad": "it runs forward only",
+        "dropout": 'backend="sdpa_math"',
+        "weight:Linear": 'backend="linear"',
+    }
+    capabilities = (
+        Capability(
+            devices=frozenset({"cpu"}),
+            dtypes=frozenset({"float16", "bfloat16", "float32", "float64"}),
+            features=ALL_FEATURES - _NEVER,
+            limits=_ONES,
+            notes="forward only; inputs that are not contiguous are copied",
+        ),
+        Capability(
+            devices=frozenset({"cuda"}),
+            dtypes=frozenset({"float16", "bfloat16", "float32"}),
+            features=ALL_FEATURES - _NEVER,
+            limits=_ONES,
+            notes="untested here; needs onnxruntime-gpu; forward only",
+        ),
+    )
+
+    def version(self) -> str:
+        found = installed()
+        return ", ".join(f"{name} {number}" for name, number in found.items()) or "not installed"
+
+    def unavailable(self) -> Reason | None:
+        return _missing()
+
+    def extra_reasons(self, op: AttentionOp) -> list[Reason]:
+        if op.device == "cuda" and "onnxruntime-gpu" not in installed():
+            text = "onnxruntime without CUDA is installed"
+            return [Reason("version", "onnxruntime", "cpu", "onnxruntime-gpu", "pip install onnxruntime-gpu", text)]
+        return []
+
+    def remarks(self, op: AttentionOp) -> list[str]:
+        from attn_dispatch.backends.ort_probes import verdicts
+        from attn_dispatch.backends.ort_sessions import runtime
+
+        target = form_for(op)
+        said = "; ".join(str(verdict).partition(" (")[0] for verdict in verdicts(op.device))
+        return [f"{self.name}: {target.form} form at opset {target.opset} on {runtime(op.device)}; probes: {said}"]
+
+    def compile(self, op: AttentionOp) -> Executable:
+        import onnx_ir
+
+        from attn_dispatch.backends.ort_sessions import make_runner
+        from attn_dispatch.lowering.model import build_model, input_names, output_names
+
+        names = [name for name, _ in op.operands]
+
+        def runner_of(now: AttentionOp) -> Any:
+            model = onnx_ir.to_proto(build_model(now, form_for(now))).SerializeToString()
+            return make_runner(model, now.device, input_names(now), output_names(now))
+
+        # A model is open in batch and lengths. Heads and sizes of 1 are fixed in it, and rewrites run their op at
+        # others too (merge_parts its last part, trim_lengths rows of a bias): each set gets a model when it comes.
+        runners = {_fixed([op.query.shape, op.key.shape, *(desc.shape for _, desc in op.operands)]): runner_of(op)}
+        acc = torch.float64 if op.dtype == "float64" else torch.float32
+        lse, weights = op.outputs.lse, op.outputs.weights
+
+        def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+            rows = q.shape[:3]
+            given = [x.contiguous() for x in (q, k, v, *(t[name] for name in names))]
+            results = [q.new_empty((*rows, v.shape[3]))]
+            results += [q.new_empty(rows, dtype=acc)] if lse else []
+            results += [q.new_empty((*rows, k.shape[2]))] if weights else []
+            fixed = _fixed([q.shape, k.shape, *(x.shape for x in given[3:])])
+            if fixed not in runners:
+                runners[fixed] = runner_of(_at_sizes(op, given))
+            runners[fixed](given, results)
+            if not (lse or weights):
+                return results[0]
+            return Raw(results[0], results[1] if lse else None, results[-1] if weights else None)
+
+        return Executable(run)
+
+    def estimate(self, op: AttentionOp) -> Cost:
+        cost = dense_cost(op, materialised=3)
+        copied = sum(_bytes(desc) for desc in (op.query, op.key, op.value) if desc.strides == "scattered")
+        return Cost(cost.flops, cost.bytes + 2.0 * copied, 3.0)
+
+
+def _fixed(shapes: Sequence[Sequence[int]]) -> tuple[Any, ...]:
+    """What a model fixes: the heads of query and key, and which sizes of the operands are 1."""
+    query, key, *operands = shapes
+    return (query[1], key[1], *(tuple(size == 1 for size in shape) for shape in operands))
+
+
+def _at_sizes(op: AttentionOp, given: Sequence[torch.Tensor]) -> AttentionOp:
+    """The op as these tensors have it, query, key, value and the operands in order."""
+    query, key, value, *operands = (tuple(x.shape) for x in given)
+    return op.with_(
+        query=op.query.with_shape(*query),
+        key=op.key.with_shape(*key),
+        value=op.value.with_shape(*value),
+        operands=tuple(
+            (name, desc.with_shape(*shape)) for (name, desc), shape in zip(op.operands, operands, strict=True)
+        ),
+    )
+
+
+def _bytes(desc: TensorDesc) -> float:
+    return float(torch.Size(desc.shape).numel() * desc.itemsize)
+
+
+def form_for(op: AttentionOp) -> Any:
+    """The target for an op on this machine: the first form that expresses it and is right here.
+
+    Raises:
+        BackendError: no form is; the probes of plain operators failed.
+    """
+    from attn_dispatch.backends.ort_probes import proven
+    from attn_dispatch.backends.ort_sessions import runtime
+    from attn_dispatch.lowering.forms import reasons_against
+    from attn_dispatch.lowering.target import Target
+
+    targets = [Target(form, _OPSET, proven(op.device), str(runtime(op.device))) for form in ("standard", "decomposed")]
+    for target in targets:
+        if not reasons_against(op, target):
+            return target
+    reasons = "; ".join(str(reason) for target in targets for reason in reasons_against(op, target))
+    raise BackendError(f"no ONNX form of {op} is right on {runtime(op.device)}: {reasons}")
+
+
+@functools.cache
+def installed() -> dict[str, str]:
+    """The onnxruntime distributions here, with their versions, without importing any."""
+    found = {}
+    for name in _DISTRIBUTIONS:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+@functools.cache
+def _missing() -> Reason | None:
+    found = installed()
+    for library, remedy in (("onnxruntime", "onnxruntime"), ("onnx_ir", "onnxscript")):
+        if importlib.util.find_spec(library) is None:
+            text = f"{library} is not installed"
+            return Reason("version", library, None, "installed", f"pip install {remedy}", text)
+    if len(found) > 1:
+        text = f"{' and '.join(found)} are both installed: they overwrite each other's files"
+        remedy = f"pip uninstall {' '.join(found)}, then install one"
+        return Reason("version", "onnxruntime", sorted(found), "one of them", remedy, text)
+    return None

@@ -1,0 +1,156 @@
+"""What the onnxruntime that runs here computes rightly: small ops with known answers, asked once per process.
+
+The ONNX specification of Attention changed in place, so neither the opset nor the version of a runtime says what a node
+means; only running it does. Each word of `lowering.target.PROVABLE` is asked with inputs on which the known mistakes
+show (research: onnxruntime issues 29020, 28904, 25966; onnx 7865, 8054, 8068).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from attn_dispatch import reference
+from attn_dispatch.backend import Operands
+from attn_dispatch.backends.ort_sessions import Runtime, bind, make_session, runtime
+from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths
+from attn_dispatch.ir.masks import Mask
+from attn_dispatch.ir.ops import END, AttentionOp, Outputs
+from attn_dispatch.ir.scores import ScoreTerm, SoftCap
+from attn_dispatch.ir.tensors import Ref, TensorDesc
+from attn_dispatch.lowering.target import PROVABLE, Target
+
+__all__ = ["Verdict", "proven", "verdicts"]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one probe found.
+
+    Args:
+        outcome: ``"right"``, ``"wrong"`` (it ran and its result is another), ``"refused"`` (no session, or it raised).
+        detail: the error, or the message of the refusal.
+    """
+
+    word: str
+    outcome: str
+    detail: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.word} {self.outcome}" + (f" ({self.detail})" if self.detail else "")
+
+
+@dataclass(frozen=True)
+class _Probe:
+    """An op, its tensors, and the form in which it is asked."""
+
+    op: AttentionOp
+    tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    operands: Operands
+    form: str = "standard"
+    opset: int = 24
+
+
+def verdicts(device_type: str) -> tuple[Verdict, ...]:
+    """A verdict for every word of `PROVABLE` on this device type's provider."""
+    return _asked(runtime(device_type), device_type)
+
+
+def proven(device_type: str) -> frozenset[str]:
+    """The words that hold."""
+    return frozenset(v.word for v in verdicts(device_type) if v.outcome == "right")
+
+
+@functools.cache
+def _asked(here: Runtime, device_type: str) -> tuple[Verdict, ...]:
+    return tuple(_ask(word, make(), device_type, str(here)) for word, make in _PROBES.items())
+
+
+def _ask(word: str, probe: _Probe, device_type: str, name: str) -> Verdict:
+    """Build, run and compare one probe; a runtime may refuse at any of these, and that is an answer."""
+    import onnx_ir
+
+    from attn_dispatch.lowering.model import build_model, input_names, output_names
+
+    target = Target(probe.form, probe.opset, frozenset(PROVABLE), name)
+    given = [x.to(device_type) for x in (*probe.tensors, *probe.operands.values())]
+    operands = {name: _wide(x) for name, x in probe.operands.items()}
+    q, k, v = (x.double() for x in probe.tensors)
+    raw = reference.attention(probe.op, q, k, v, operands)
+    want = [x for x in (raw.out, raw.weights) if x is not None]
+    got = [torch.full_like(x, math.nan, dtype=probe.tensors[0].dtype, device=device_type) for x in want]
+    model = onnx_ir.to_proto(build_model(probe.op, target)).SerializeToString()
+    try:
+        session = make_session(model, device_type, 1, quiet=True)
+        names = (input_names(probe.op), output_names(probe.op))
+        session.run_with_iobinding(bind(session, device_type, names[0], given, names[1], got))
+    except Exception as error:  # noqa: BLE001 - whatever a foreign runtime raises is its answer
+        return Verdict(word, "refused", f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}")
+    difference = max(float((x.cpu().double() - y).abs().max()) for x, y in zip(got, want, strict=True))
+    limit = {"float64": 1e-12, "float32": 1e-5, "float16": 4e-3, "bfloat16": 3e-2}[probe.op.dtype]
+    if math.isfinite(difference) and difference <= limit:
+        return Verdict(word, "right")
+    return Verdict(word, "wrong", f"off by {difference:.3g}")
+
+
+def _wide(x: torch.Tensor) -> torch.Tensor:
+    return x.double() if x.is_floating_point() else x
+
+
+# --- the questions ---------------------------------------------------------------------------------------------------
+
+_OUT = Outputs()
+
+
+def _probe(
+    mask: Mask | None = None,
+    offset: int | str = 0,
+    heads: tuple[int, int] = (2, 2),
+    dtype: str = "float32",
+    score: tuple[ScoreTerm, ...] = (),
+    form: str = "standard",
+    sq: int = 3,
+    outputs: Outputs = _OUT,
+    operands: Operands | None = None,
+) -> _Probe:
+    """Two sequences, 5 keys, head size 8; the numbers are sines, so that no generator is asked."""
+    kind = getattr(torch, dtype)
+
+    def tensor(h: int, s: int, at: float) -> torch.Tensor:
+        return (torch.sin(torch.arange(2 * h * s * 8, dtype=torch.float64) * 0.7 + at) * 2).view(2, h, s, 8).to(kind)
+
+    q, k, v = tensor(heads[0], sq, 0.1), tensor(heads[1], 5, 0.5), tensor(heads[1], 5, 0.9)
+    operands = operands or {}
+    op = AttentionOp(
+        TensorDesc.of(q), TensorDesc.of(k), TensorDesc.of(v), score=score, mask=mask or Full(), q_offset=offset,
+        outputs=outputs,
+        operands=tuple((name, TensorDesc.of(x)) for name, x in operands.items()),
+    )  # fmt: skip
+    return _Probe(op, (q, k, v), operands, form)
+
+
+def _some_rows(dtype: str = "float32", score: tuple[ScoreTerm, ...] = (), outputs: Outputs = _OUT) -> _Probe:
+    """A mask with a row that attends nothing."""
+    kept = torch.tensor([[True, False, True, False, False], [False] * 5, [True] * 5])
+    operands = {"kept": kept[None, None]}
+    return _probe(Dense(Ref("kept")), dtype=dtype, score=score, outputs=outputs, operands=operands)
+
+
+_PROBES: dict[str, Callable[[], _Probe]] = {
+    "causal_start": lambda: _probe(Causal()),
+    "causal_end": lambda: _probe(Causal(), END),
+    "lengths": lambda: _probe(KeyLengths(Ref("lengths")), operands={"lengths": torch.tensor([5, 2])}),
+    "empty_rows": _some_rows,
+    "softcap": lambda: _some_rows(score=(SoftCap(0.5),)),
+    "gqa": lambda: _probe(heads=(4, 2)),
+    "weights": lambda: _some_rows(outputs=Outputs(weights=True)),
+    "float16": lambda: _some_rows("float16"),
+    "bfloat16": lambda: _some_rows("bfloat16"),
+    "float64": lambda: _some_rows("float64"),
+    "contrib_gqa": lambda: _probe(Causal(), END, heads=(4, 2), form="contrib", sq=1),
+    "contrib_mha": lambda: _probe(form="contrib"),
+}

@@ -1,0 +1,160 @@
+"""onnxruntime sessions for single ops: how they are made, and how torch's tensors go in and out without a copy."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from attn_dispatch.errors import BackendError
+
+__all__ = ["Runtime", "bind", "make_runner", "make_session", "runtime"]
+
+_MOST_SESSIONS = 4  # of one op: numbers of threads, or streams
+# ONNX element types by torch dtype: numbers, since numpy has no bfloat16
+ELEMENTS = {
+    torch.float32: 1,
+    torch.int32: 6,
+    torch.int64: 7,
+    torch.bool: 9,
+    torch.float16: 10,
+    torch.float64: 11,
+    torch.bfloat16: 16,
+}
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+
+Runner = Callable[[Sequence[torch.Tensor], Sequence[torch.Tensor]], None]
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """Which onnxruntime runs here: what a verdict about it depends on.
+
+    Args:
+        version: ``"1.31.1"``; build: its build flags, as it prints them. provider: the execution provider.
+        device: the name of the device.
+    """
+
+    version: str
+    build: str
+    provider: str
+    device: str
+
+    def __str__(self) -> str:
+        return f"onnxruntime {self.version} {self.provider.removesuffix('ExecutionProvider')}"
+
+
+@functools.cache
+def runtime(device_type: str) -> Runtime:
+    """The runtime for a device type; imports onnxruntime.
+
+    Raises:
+        BackendError: its provider for the device is not there.
+    """
+    import onnxruntime
+
+    from attn_dispatch.device import facts
+
+    provider = PROVIDERS[device_type]
+    if provider not in onnxruntime.get_available_providers():
+        found = ", ".join(onnxruntime.get_available_providers())
+        raise BackendError(f"onnxruntime {onnxruntime.__version__} has no {provider}; it has {found}")
+    return Runtime(onnxruntime.__version__, onnxruntime.get_build_info(), provider, facts(device_type).name)
+
+
+def make_session(model: bytes, device_type: str, threads: int, stream: int = 0, quiet: bool = False) -> Any:
+    """A session that runs on the provider asked for and on no other.
+
+    Args:
+        model: a serialised ONNX model.
+        threads: threads of the session's own pool; the pool of the process is never touched.
+        stream: handle of the CUDA stream to run on; 0 lets onnxruntime take one of its own.
+        quiet: log nothing, where a failure is an expected answer.
+
+    Raises:
+        BackendError: the session fell to another provider, which onnxruntime does without an error.
+    """
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 4 if quiet else 3
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # its threads share the cores with torch's
+    provider: Any = PROVIDERS[device_type]
+    if device_type == "cuda":
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
+        own = {"device_id": str(torch.cuda.current_device())}
+        provider = (provider, own | ({"user_compute_stream": str(stream)} if stream else {}))
+    session = onnxruntime.InferenceSession(model, options, providers=[provider])
+    session.disable_fallback()
+    used = session.get_providers()
+    if used[0] != PROVIDERS[device_type]:
+        raise BackendError(
+            f"onnxruntime {onnxruntime.__version__} ran {used[0]} where {PROVIDERS[device_type]} was asked"
+        )
+    return session
+
+
+def make_runner(model: bytes, device_type: str, inputs: Sequence[str], outputs: Sequence[str]) -> Runner:
+    """``run(inputs, outputs)``: tensors go in by address, results are written into the tensors given.
+
+    A session is made for each number of torch threads, and on CUDA for each stream; the least recently used go first.
+    """
+    sessions: OrderedDict[Any, Any] = OrderedDict()
+    lock = threading.Lock()
+
+    def session_for(key: Any, threads: int, stream: int) -> Any:
+        with lock:
+            if key not in sessions:
+                sessions[key] = make_session(model, device_type, threads, stream)
+                while len(sessions) > _MOST_SESSIONS:
+                    sessions.popitem(last=False)
+            return sessions[key]
+
+    def on_cpu(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        threads = torch.get_num_threads()
+        session = sessions.get(threads) or session_for(threads, threads, 0)
+        session.run_with_iobinding(bind(session, "cpu", inputs, given, outputs, results))
+
+    def on_cuda(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+        from onnxruntime import RunOptions
+
+        stream = torch.cuda.current_stream()
+        handle = stream.cuda_stream
+        session = session_for((torch.cuda.current_device(), handle), 1, handle)
+        options = RunOptions()
+        if handle:  # it runs on torch's stream, in order with what torch launches before and after
+            options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        else:  # handle 0 reads as "none given": the session has a stream of its own, which waits for nobody
+            stream.synchronize()
+        session.run_with_iobinding(bind(session, "cuda", inputs, given, outputs, results), options)
+
+    return on_cuda if device_type == "cuda" else on_cpu
+
+
+def bind(
+    session: Any,
+    device_type: str,
+    inputs: Sequence[str],
+    given: Sequence[torch.Tensor],
+    outputs: Sequence[str],
+    results: Sequence[torch.Tensor],
+) -> Any:
+    """A binding of tensors by address; it holds no reference to them, so keep them until the run is over.
+
+    Args:
+        given, results: contiguous tensors on the device.
+    """
+    binding = session.io_binding()
+    index = torch.cuda.current_device() if device_type == "cuda" else 0
+    for name, x in zip(inputs, given, strict=True):
+        binding.bind_input(name, device_type, index, ELEMENTS[x.dtype], x.shape, x.data_ptr())
+    for name, x in zip(outputs, results, strict=True):
+        binding.bind_output(name, device_type, index, ELEMENTS[x.dtype], x.shape, x.data_ptr())
+    return binding

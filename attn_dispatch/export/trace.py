@@ -1,0 +1,192 @@
+"""From a torch model to an ONNX graph in which every attention is still one node of our own, and its op."""
+
+from __future__ import annotations
+
+import ast
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import onnx
+import onnx_ir as ir
+import torch
+from onnxscript import values
+
+from attn_dispatch import torch_op
+from attn_dispatch.errors import ExportError
+from attn_dispatch.ir.mask_text import parse_mask
+from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name
+from attn_dispatch.ir.weights import Linear
+from attn_dispatch.tracing import describe_traced
+
+__all__ = ["DOMAIN", "Traced", "TracedCall", "to_onnx_graph", "trace"]
+
+DOMAIN = "attn_dispatch"
+_OPERATOR: Any = torch_op.OPERATOR
+
+
+@dataclass(frozen=True)
+class TracedCall:
+    """One attention of a traced model.
+
+    Args:
+        op: described without looking at lengths; sizes are those of the example. layer: the module that made it.
+        names: of the op's operands, in the order of the node's inputs behind query, key and value.
+        backend: what the call asked for.
+    """
+
+    op: AttentionOp
+    layer: str
+    names: tuple[str, ...]
+    backend: Any = None
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced program and what is known of it.
+
+    Args:
+        program: torch's. calls: by the index that its operator carries. others: layers whose attention is torch's own.
+    """
+
+    program: torch.export.ExportedProgram
+    calls: tuple[TracedCall, ...]
+    others: tuple[str, ...]
+
+
+def trace(
+    model: torch.nn.Module | torch.export.ExportedProgram, args: tuple[Any, ...], kwargs: dict[str, Any],
+    dynamic_shapes: Any, replace_sdpa: bool,
+) -> Traced:  # fmt: skip
+    """Trace a model with `torch.export`, each attention as one operator.
+
+    Raises:
+        ExportError: torch cannot trace it; the message is torch's.
+    """
+    if isinstance(model, torch.export.ExportedProgram):
+        program = model
+    else:
+        from attn_dispatch.integrations.sdpa import replace_sdpa as replacing
+
+        around: AbstractContextManager[Any] = replacing() if replace_sdpa else nullcontext()
+        try:
+            with around, torch.no_grad():
+                program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+        except Exception as error:
+            name = type(model).__name__
+            raise ExportError(f"torch.export cannot trace {name}: {type(error).__name__}: {error}") from error
+    calls, others = [], []
+    for node in program.graph.nodes:
+        if node.target is _OPERATOR:
+            *tensors, spec = node.args
+            calls.append(_described(node, tensors, spec))
+            # the index stands in the string that the operator takes: it survives every retracing
+            node.args = (*node.args[:4], f"{{'call': {len(calls) - 1}, {spec[1:]}")
+        elif "scaled_dot_product" in str(node.target):
+            others.append(_layer(node))
+    return Traced(program, tuple(calls), tuple(dict.fromkeys(others)))
+
+
+def _layer(node: torch.fx.Node) -> str:
+    """The innermost module that a node comes from."""
+    stack = list(node.meta.get("nn_module_stack", {}).values())
+    return str(stack[-1][0]) if stack and stack[-1][0] else "the model itself"
+
+
+def _described(node: torch.fx.Node, tensors: Sequence[Any], spec: str) -> TracedCall:
+    query, key, value, others = tensors
+    options = ast.literal_eval(spec)
+    names = tuple(options.pop("names"))
+    descs = {name: _desc(x) for name, x in zip(names, others, strict=True)}
+    backend = options.pop("backend")
+    mask = options.pop("mask")
+    kept = {name: options[name] for name in ("dropout_p", "is_causal", "scale", "window", "softcap", "q_offset")}
+    kept |= {name: options[name] for name in ("return_lse", "return_weights", "return_state")}
+    op = describe_traced(
+        _desc(query), _desc(key), _desc(value), descs, mask=parse_mask(mask) if mask else None,
+        weight=_weight(names, options["linear"]), **kept,
+    )  # fmt: skip
+    return TracedCall(op, _layer(node), names, backend)
+
+
+def _weight(names: Sequence[str], linear: tuple[str, float | None] | None) -> Linear | None:
+    """The linear family of a spec; None for softmax."""
+    if linear is None and "decay" not in names:
+        return None
+    state = [Ref(name) if name in names else None for name in ("state", "state_z", "state_length")]
+    if linear is None:
+        return Linear("identity", Ref("decay"), None, *state)
+    return Linear(linear[0], None, linear[1], *state)
+
+
+def _desc(node: torch.fx.Node) -> TensorDesc:
+    """A traced tensor at the example's sizes."""
+    x = node.meta["val"]
+    return TensorDesc(tuple(_hint(size) for size in x.shape), dtype_name(x.dtype), x.device.type)
+
+
+def _hint(size: int | torch.SymInt) -> int:
+    return size if isinstance(size, int) else int(size.node.hint)
+
+
+# --- to ONNX ---------------------------------------------------------------------------------------------------------
+
+
+def to_onnx_graph(traced: Traced, opset: int, input_names: Any = None, output_names: Any = None) -> ir.Model:
+    """Torch's ONNX exporter on the traced program, with ``attn_dispatch::Call`` for each attention.
+
+    Args:
+        opset: as torch's exporter takes it, 18 to 25.
+
+    Raises:
+        ExportError: torch's exporter fails, or gives another opset than it was asked for.
+    """
+    table: dict[Any, Any] = {_OPERATOR: _translate}
+    said = logging.getLogger("torch.onnx._internal.exporter._registration")  # it says that torchvision is missing
+    level = said.level
+    said.setLevel(logging.ERROR)
+    try:
+        program = torch.onnx.export(
+            traced.program, (), opset_version=opset, custom_translation_table=table, dynamo=True, verbose=False,
+            input_names=input_names, output_names=output_names,
+        )  # fmt: skip
+    except Exception as error:
+        raise ExportError(f"torch's ONNX exporter failed: {type(error).__name__}: {error}") from error
+    finally:
+        said.setLevel(level)
+    assert program is not None
+    model = program.model
+    got = model.opset_imports.get("")
+    if got != opset:  # torch 2.13 writes opset 18 for what it does not know
+        raise ExportError(f"torch's exporter was asked for opset {opset} and wrote {got}")
+    return model
+
+
+def _translate(query: Any, key: Any, value: Any, tensors: Sequence[Any], spec: str) -> Any:
+    """The node that stands for a call until `lowering` replaces it."""
+    options = ast.literal_eval(spec)
+    count = 1 + sum(bool(options[name]) for name in ("return_lse", "return_weights"))
+    if options["return_state"]:
+        normalised = options["linear"] is not None and options["linear"][1] is not None
+        count += 3 if normalised else 2
+    made = _operator(count)(query, key, value, *tensors, call=options["call"])
+    return [made] if count == 1 else list(made)
+
+
+def _operator(count: int) -> values.Op:
+    """An operator of our own with so many outputs."""
+    schemas = onnx.defs.OpSchema
+    any_type = ["tensor(float)", "tensor(float16)", "tensor(bfloat16)", "tensor(double)", "tensor(int64)",
+                "tensor(int32)", "tensor(bool)"]  # fmt: skip
+    option = schemas.FormalParameterOption.Variadic
+    schema = schemas(
+        "Call", DOMAIN, 1,
+        inputs=[schemas.FormalParameter("tensors", "T", param_option=option, is_homogeneous=False, min_arity=3)],
+        outputs=[schemas.FormalParameter(f"result{i}", f"R{i}") for i in range(count)],
+        type_constraints=[("T", any_type, ""), *((f"R{i}", any_type, "") for i in range(count))],
+        attributes=[schemas.Attribute("call", schemas.AttrType.INT, "", required=True)],
+    )  # fmt: skip
+    return values.Op(values.Opset(DOMAIN, 1), "Call", schema)

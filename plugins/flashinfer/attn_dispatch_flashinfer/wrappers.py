@@ -1,0 +1,157 @@
+"""From an op to FlashInfer's wrappers: which one, what it plans with, and its results in our terms.
+
+1. Without key lengths and sinks: `BatchPrefillWithRaggedKVCacheWrapper` over packed rows ``[B * S, H, D]``.
+2. With key lengths or sinks, and for one query row: a paged wrapper over the keys where they lie. ``[B, Hkv, Skv, D]``
+   is a cache of B pages of Skv keys in its ``HND`` layout, so nothing is copied; sequence b has page b alone, with
+   ``key_lengths[b]`` keys in it. One row goes to the decode wrapper, sinks to the sink wrapper.
+3. ``plan`` runs again when a size or the key lengths change. Lengths count as the same while they lie in the same
+   memory with the same version counter, the mark that autograd knows changed tensors by: all layers of a decode step
+   share one plan. Planning reads the lengths on the host, so it waits for the device.
+4. Its lse is in base 2. An empty row is 0 with lse -inf; a row of NaN loses it in lse and gets it back here.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import torch
+
+from attn_dispatch.plugin import AttentionOp, BackendError, KeyLengths, Operands, Raw, Ref, SoftCap, Softmax
+from attn_dispatch_flashinfer.backend import has_sinks, is_causal, key_end, mask_parts, window_left
+
+__all__ = ["Planned", "in_our_terms", "workspace"]
+
+WORKSPACE_BYTES = 128 << 20  # what FlashInfer recommends
+_buffers = threading.local()
+
+
+def workspace(device: torch.device) -> torch.Tensor:
+    """This thread's workspace on a device; zeroed, as the decode wrapper wants it for its first use."""
+    if not hasattr(_buffers, "by_device"):
+        _buffers.by_device = {}
+    if device not in _buffers.by_device:
+        _buffers.by_device[device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return _buffers.by_device[device]
+
+
+def in_our_terms(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+    """lse of rows ``[..., H]`` in base e, NaN where out ``[..., H, D]`` is; rule 4."""
+    return torch.where(torch.isnan(out[..., 0]), math.nan, lse.float() * math.log(2))
+
+
+class Planned:
+    """``run`` of an op: a wrapper for each thread and device, planned when that is needed."""
+
+    def __init__(self, library: Any, op: AttentionOp) -> None:
+        self._library, self._op = library, op
+        self._lengths = next((p.lengths for p in mask_parts(op.mask) if isinstance(p, KeyLengths)), None)
+        self._sinks = op.weight.sinks if isinstance(op.weight, Softmax) else None
+        self._cap = next((term.cap for term in op.score if isinstance(term, SoftCap)), None)
+        self._local = threading.local()
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+        b, hq, sq, d = q.shape
+        end = key_end(self._op, sq, k.shape[2])
+        if end is None:  # a rewrite that changes lengths after the op was checked
+            problem = f"q_offset {self._op.q_offset} with {sq} queries and {k.shape[2]} keys"
+            raise BackendError(f"compiled for {self._op}, and run with {problem}: positions count from the last key")
+        if end < k.shape[2]:
+            k, v = k[:, :, :end], v[:, :, :end]
+        rows = q.transpose(1, 2).reshape(b * sq, hq, d)
+        wants_lse = self._op.outputs.lse
+        if self._lengths is None and not has_sinks(self._op) and sq > 1:
+            packed = (x.transpose(1, 2).reshape(b * x.shape[2], x.shape[1], x.shape[3]) for x in (k, v))
+            result = self._ragged(q, k).run(rows, *packed, return_lse=wants_lse)
+        elif self._sinks is not None:
+            sinks = t[self._sinks.name].detach().float().contiguous()
+            result = self._paged(q, k, t).run(rows, (k, v), sinks, self._op.effective_scale)
+        else:
+            result = self._paged(q, k, t).run(rows, (k, v), return_lse=wants_lse)
+        out, lse = result if wants_lse else (result, None)
+        ours = out.unflatten(0, (b, sq)).transpose(1, 2)
+        if lse is None:
+            return ours
+        return Raw(ours, in_our_terms(out, lse).unflatten(0, (b, sq)).transpose(1, 2))
+
+    # --- plans -----------------------------------------------------------------------------------------------------
+
+    def _common(self, q: torch.Tensor) -> dict[str, Any]:
+        """What every plan is told."""
+        found = {"window_left": window_left(self._op), "q_data_type": q.dtype, "kv_data_type": q.dtype}
+        if has_sinks(self._op):  # its kernel takes the scale at run time
+            return found
+        return found | {"sm_scale": self._op.effective_scale, "logits_soft_cap": self._cap}
+
+    def _ragged(self, q: torch.Tensor, k: torch.Tensor) -> Any:
+        b, hq, sq, d = q.shape
+        skv, hkv = k.shape[2], k.shape[1]
+        key = (b, sq, skv, q.device)
+        if getattr(self._local, "key", None) == key:
+            return self._local.wrapper
+        wrapper = self._wrapper("BatchPrefillWithRaggedKVCacheWrapper", q.device, kv_layout="NHD")
+        ends_q, ends_k = (_ends(b, n, q.device) for n in (sq, skv))
+        wrapper.plan(ends_q, ends_k, hq, hkv, d, causal=is_causal(self._op), **self._common(q))
+        self._local.key, self._local.wrapper = key, wrapper
+        return wrapper
+
+    def _paged(self, q: torch.Tensor, k: torch.Tensor, t: Operands) -> Any:
+        b, hq, sq, d = q.shape
+        skv, hkv = k.shape[2], k.shape[1]
+        lengths = None if self._lengths is None else _of(self._lengths, t, q.device)
+        key = (b, sq, skv, q.device, _mark(lengths))
+        if getattr(self._local, "key", None) == key and key[-1] is not None:
+            return self._local.wrapper
+        pages = _ends(b, 1, q.device), torch.arange(b, dtype=torch.int32, device=q.device)
+        used = torch.full((b,), skv, dtype=torch.int32, device=q.device)
+        if lengths is not None:
+            used = lengths.clamp(0, skv).to(torch.int32).expand(b).contiguous()
+        common = self._common(q)
+        if has_sinks(self._op):
+            sizes = {"head_dim_qk": d, "head_dim_vo": d, "window_left": common["window_left"]}
+            kinds = {"q_data_type": q.dtype, "kv_data_type": q.dtype}
+            wrapper = self._wrapper(
+                "BatchAttentionWithAttentionSinkWrapper", q.device, kv_layout="HND", **kinds, **sizes
+            )
+        elif sq == 1:
+            tensor_cores = hq // hkv > 2  # the other kernel has few group sizes
+            name = "BatchDecodeWithPagedKVCacheWrapper"
+            wrapper = self._wrapper(name, q.device, kv_layout="HND", use_tensor_cores=tensor_cores)
+            wrapper.plan(*pages, used, hq, hkv, d, skv, **common)
+        else:
+            wrapper = self._wrapper("BatchPrefillWithPagedKVCacheWrapper", q.device, kv_layout="HND")
+        if has_sinks(self._op) or sq > 1:
+            ends_q = _ends(b, sq, q.device)
+            wrapper.plan(ends_q, *pages, used, hq, hkv, d, skv, causal=is_causal(self._op), **common)
+        # the lengths are kept, so that their memory is not given to another tensor that would look the same
+        self._local.key, self._local.wrapper, self._local.lengths = key, wrapper, lengths
+        return wrapper
+
+    def _wrapper(self, name: str, device: torch.device, **options: Any) -> Any:
+        """A wrapper of the library.
+
+        Raises:
+            BackendError: the installed version has none of that name.
+        """
+        kind = getattr(self._library, name, None)
+        if kind is None:
+            raise BackendError(f"the installed flashinfer has no {name}; sinks need 0.4")
+        return kind(workspace(device), **options)
+
+
+def _ends(count: int, length: int, device: torch.device) -> torch.Tensor:
+    """``[0, length, 2 * length, ...]``, int32."""
+    return torch.arange(count + 1, dtype=torch.int32, device=device) * length
+
+
+def _mark(lengths: torch.Tensor | None) -> Any:
+    """What changes when the lengths do; None where that cannot be told (inference tensors count no versions)."""
+    if lengths is None:
+        return ()
+    return None if lengths.is_inference() else (lengths.data_ptr(), lengths._version, tuple(lengths.shape))
+
+
+def _of(operand: Any, t: Operands, device: torch.device) -> torch.Tensor:
+    """The tensor of a mask's operand: named, or a constant table."""
+    return t[operand.name] if isinstance(operand, Ref) else operand.tensor(device)

@@ -1,0 +1,339 @@
+"""Whole models as ONNX: every road by which a model calls attention, the forms, the checks, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import onnx
+import pytest
+import torch
+import torch.nn.functional as F
+
+from attn_dispatch import dispatch, export_onnx, masks, nn
+from attn_dispatch.backends.ort_probes import proven
+from attn_dispatch.errors import ExportError, ExportWarning, InputError
+from attn_dispatch.export import place
+from attn_dispatch.export.read import read_model
+from attn_dispatch.lowering import standard
+
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+
+STEP = ({0: "batch", 1: "seq"}, {0: "batch", 2: "past"}, {0: "batch", 2: "past"})
+
+
+class Block(torch.nn.Module):
+    """One attention over a past, ``[B, S, 32]`` in and out; options as `dispatch.attention` takes them."""
+
+    def __init__(self, hq: int = 4, hkv: int = 2, **options: Any) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.hq, self.hkv, self.options = hq, hkv, options
+        self.project = torch.nn.Linear(32, (hq + 2 * hkv) * 8)
+
+    def forward(self, x: torch.Tensor, past_key: torch.Tensor, past_value: torch.Tensor) -> Any:
+        b, rows, _ = x.shape
+        heads = self.project(x).view(b, rows, -1, 8).transpose(1, 2)
+        q, k, v = heads.split([self.hq, self.hkv, self.hkv], 1)
+        k, v = torch.cat([past_key, k], 2), torch.cat([past_value, v], 2)
+        options = dict(self.options)
+        if options.get("q_offset") == "past":
+            options["q_offset"] = past_key.shape[2]
+        out = dispatch.attention(q, k, v, enable_gqa=True, **options)
+        return out.transpose(1, 2).flatten(2), k, v
+
+
+class Blocks(torch.nn.Module):
+    """Several of them, so that one export serves many options."""
+
+    def __init__(self, *options: dict[str, Any], **common: Any) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList([Block(**common, **one) for one in options])
+
+    def forward(self, x: torch.Tensor, past_key: torch.Tensor, past_value: torch.Tensor) -> Any:
+        return [block(x, past_key, past_value)[0] for block in self.blocks]
+
+
+def inputs(b: int = 2, rows: int = 5, past: int = 4, hkv: int = 2, dtype: torch.dtype = torch.float32) -> Any:
+    torch.manual_seed(1)
+    return tuple(torch.randn(s).to(dtype) for s in ((b, rows, 32), (b, hkv, past, 8), (b, hkv, past, 8)))
+
+
+# --- what a call may be ----------------------------------------------------------------------------------------------
+
+SLOPES = torch.tensor([0.5, 0.25, 0.125, 0.0625])
+TABLE = torch.tensor([[True, False, True], [True, True, False], [False, True, True]])
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "causal from the past": {"window": (None, 0)},
+    "causal at an offset": {"is_causal": True, "q_offset": "past"},
+    "causal from key 0": {"is_causal": True},
+    "window": {"window": (3, 0)},
+    "window both ways": {"window": (2, 1)},
+    "strided": {"attn_mask": masks.strided(3)},
+    "chunked": {"attn_mask": masks.chunked(4)},
+    "prefix": {"attn_mask": masks.prefix_lm(3)},
+    "blocks": {"attn_mask": masks.block_table(4, TABLE)},
+    "softcap": {"softcap": 2.0, "window": (None, 0)},
+    "scale < 0": {"scale": -0.3, "window": (None, 0)},
+    "scale 0": {"scale": 0.0},
+    "alibi": {"bias": SLOPES, "window": (None, 0)},
+    "alibi alone": {"bias": SLOPES},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0]), "window": (3, 0)},
+    "sinks alone": {"sinks": torch.tensor([0.5, -1.0, 0.0, 2.0])},
+    "a mask and its complement": {"attn_mask": masks.causal() & ~masks.sliding_window(2)},
+}
+
+
+@pytest.mark.parametrize("form", ["standard", "decomposed", "function"])
+def test_every_kind_of_call_is_right_at_sizes_it_was_not_traced_with(form, tmp_path):
+    model = Blocks(*CALLS.values()).eval()
+    report = export_onnx(model, inputs(), tmp_path / "m.onnx", form=form, dynamic_shapes=STEP)
+    assert len(report.calls) == len(CALLS)
+    assert len([check for check in report.checks if not check.skipped]) >= 4  # as given, 1, odd, past 0
+    assert all(max(check.errors.values()) < 1e-5 for check in report.checks)
+    if form == "standard":
+        assert report.nodes["Attention"] == len(CALLS)
+        assert set(report.domains) == {""}
+
+
+@pytest.mark.parametrize("opset", [18, 20, 22, 23, 24, 25, 26])
+def test_the_opset_asked_for_is_the_one_in_the_file(opset, tmp_path):
+    form = "decomposed" if opset < 23 else "standard"
+    report = export_onnx(Block(window=(3, 0)).eval(), inputs(), tmp_path / "m.onnx", opset=opset, form=form)
+    proto = onnx.load(tmp_path / "m.onnx")
+    assert {x.domain: x.version for x in proto.opset_import}[""] == opset == report.opset
+    assert report.nodes["Attention"] == (1 if form == "standard" else 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("form", ["standard", "decomposed"])
+@pytest.mark.parametrize("options", [{}, {"window": (None, 0)}, {"bias": SLOPES}], ids=["plain", "causal", "alibi"])
+def test_other_dtypes_keep_their_budget(dtype, form, options, tmp_path):
+    class Attend(torch.nn.Module):
+        def forward(self, q, k, v):
+            return dispatch.attention(q, k, v, enable_gqa=True, **options)
+
+    torch.manual_seed(0)
+    given = tuple(torch.randn(2, h, s, 16).to(dtype) for h, s in ((4, 5), (2, 7), (2, 7)))
+    shapes = ({2: "sq"}, {2: "skv"}, {2: "skv"})
+    export = lambda: export_onnx(Attend().eval(), given, tmp_path / "m.onnx", form=form, dynamic_shapes=shapes)
+    if form == "standard" and dtype == torch.float64 and "float64" not in proven("cpu"):
+        with pytest.raises(ExportError, match="float64 is wrong or missing on onnxruntime"):
+            export()  # what the onnxruntime here gets wrong is refused with its reason
+        return
+    assert all(check.ok for check in export().checks)
+
+
+@pytest.mark.parametrize("window", [(None, 0), (3, 0)], ids=["causal", "window"])
+def test_the_contrib_form_decodes_one_sequence(window, tmp_path):
+    model = Block(window=window).eval()
+    shapes = ({1: "seq"}, {2: "past"}, {2: "past"})
+    report = export_onnx(model, inputs(b=1), tmp_path / "m.onnx", form="contrib", dynamic_shapes=shapes)
+    assert report.nodes["GroupQueryAttention"] == 1
+    assert report.domains["com.microsoft"] == 1
+    assert len([check for check in report.checks if not check.skipped]) >= 4
+
+
+# --- how a model comes to call it ------------------------------------------------------------------------------------
+
+
+def test_a_module_of_ours_with_padding(tmp_path):
+    module = nn.MultiheadAttention(32, 4).eval()
+
+    class Padded(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attend = module
+
+        def forward(self, x, lengths):
+            return self.attend(x, key_lengths=lengths)
+
+    given = (torch.randn(3, 6, 32), torch.tensor([6, 2, 4]))
+    shapes = ({0: "batch", 1: "seq"}, {0: "batch"})
+    more = [(torch.randn(2, 9, 32), torch.tensor([9, 1]))]
+    report = export_onnx(Padded().eval(), given, tmp_path / "m.onnx", dynamic_shapes=shapes, verify=more)
+    assert [call.layer for call in report.calls] == ["attend"]
+    assert report.nodes["Attention"] == 1
+
+
+def tiny_llama(implementation: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    from attn_dispatch.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=64, attn_implementation=implementation,
+    )  # fmt: skip
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+@pytest.mark.parametrize("implementation", ["attn_dispatch", "sdpa"])
+def test_a_decoder_of_transformers_prefills_and_decodes(implementation, tmp_path):
+    from attn_dispatch.export.transformers import decoder
+
+    exportable = decoder(tiny_llama(implementation))
+    report = export_onnx(**exportable._asdict(), path=tmp_path / "m.onnx", replace_sdpa=implementation == "sdpa")
+    assert report.nodes["Attention"] == len(report.calls) == 2
+    assert [call.layer for call in report.calls] == [f"model.model.layers.{i}.self_attn" for i in range(2)]
+    sizes = [dict(check.sizes) for check in report.checks if not check.skipped]
+    assert {size["past"] for size in sizes} >= {0, 1, 4}
+    # the mask is made once for all layers
+    assert report.calls[1].nodes == {"Attention": 1}
+
+
+def test_attention_outside_the_dispatcher_is_named(tmp_path):
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.theirs = Theirs()
+
+        def forward(self, q):
+            return dispatch.attention(q, q, q) + self.theirs(q)
+
+    class Theirs(torch.nn.Module):
+        def forward(self, q):
+            return F.scaled_dot_product_attention(q, q, q)
+
+    q = torch.randn(2, 2, 5, 8)
+    with pytest.warns(ExportWarning, match="theirs call torch's scaled_dot_product_attention"):
+        report = export_onnx(Mixed().eval(), (q,), tmp_path / "m.onnx")
+    assert report.warnings
+    assert len(report.calls) == 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", ExportWarning)
+        report = export_onnx(Mixed().eval(), (q,), tmp_path / "m.onnx", replace_sdpa=True)
+    assert len(report.calls) == 2
+
+
+def test_an_exported_program_of_torch_is_taken_too(tmp_path):
+    model = Block(window=(2, 0)).eval()
+    program = torch.export.export(model, inputs())
+    report = export_onnx(program, inputs(), tmp_path / "m.onnx")
+    assert len(report.calls) == 1
+
+
+# --- the file --------------------------------------------------------------------------------------------------------
+
+
+def test_the_model_says_what_its_attention_is(tmp_path):
+    file = tmp_path / "m.onnx"
+    report = export_onnx(Block(window=(3, 0)).eval(), inputs(), file, dynamic_shapes=STEP)
+    read = read_model(file)
+    assert read.calls == report.calls
+    assert "Window(3, 0)" in str(read)
+    assert read.here[0].startswith(report.calls[0].decision.partition(" ")[0])
+    nodes = onnx.load(file).graph.node
+    assert sum(1 for n in nodes for p in n.metadata_props if p.key == "attn_dispatch.call") >= 1
+
+
+def test_weights_may_lie_in_a_file_of_their_own(tmp_path):
+    report = export_onnx(Block().eval(), inputs(), tmp_path / "m.onnx", external_data=True)
+    files = {file.name: file.stat().st_size for file in tmp_path.iterdir()}
+    assert set(files) == {"m.onnx", "m.onnx.data"}
+    assert report.file_bytes == sum(files.values())
+    assert files["m.onnx.data"] >= 32 * 64 * 4
+
+
+def test_names_of_inputs_outputs_and_sizes(tmp_path):
+    names = ["x", "past_key", "past_value"]
+    outputs = ["y", "present_key", "present_value"]
+    file = tmp_path / "m.onnx"
+    export_onnx(Block().eval(), inputs(), file, dynamic_shapes=STEP, input_names=names, output_names=outputs)
+    graph = onnx.load(file).graph
+    assert [x.name for x in graph.input] == names
+    assert [x.name for x in graph.output] == outputs
+    assert [d.dim_param for d in graph.input[1].type.tensor_type.shape.dim] == ["batch", "", "past", ""]
+
+
+# --- what is refused -------------------------------------------------------------------------------------------------
+
+
+def refused(match: str, file: Path, model: torch.nn.Module | None = None, **options: Any) -> None:
+    with pytest.raises(ExportError, match=match):
+        export_onnx(model or Block().eval(), inputs(), file, **options)
+    assert list(file.parent.iterdir() if file.parent.is_dir() else []) == []  # nothing half-written
+
+
+def test_what_cannot_be_exported_is_named_and_leaves_no_file(tmp_path):
+    file = tmp_path / "m.onnx"
+    refused("opset must be 18 to 28, got 17", file, opset=17)
+    refused("opset must be 18 to 28, got 99", file, opset=99)
+    refused("form must be of standard, decomposed, contrib, function, got 'fast'", file, form="fast")
+    refused("Attention is there from opset 23 on", file, opset=20)
+    refused("no log-sum-exp", file, Lse().eval())
+    refused("dropout 0.5: a model runs without it", file, Block(dropout_p=0.5).eval(), form=("standard", "decomposed"))
+    refused("there is no folder", tmp_path / "nowhere" / "m.onnx")
+    refused("torch.export cannot trace Branches", file, Branches().eval())
+
+
+class Lse(torch.nn.Module):
+    def forward(self, x, past_key, past_value):
+        out, lse = dispatch.attention(past_key, past_key, past_value, return_lse=True)
+        return out, lse
+
+
+class Branches(torch.nn.Module):
+    def forward(self, x, past_key, past_value):
+        return dispatch.attention(past_key, past_key, past_value) if x.sum() > 0 else past_value
+
+
+def test_forms_in_order_of_preference(tmp_path):
+    report = export_onnx(Lse().eval(), inputs(), tmp_path / "m.onnx", form=("standard", "decomposed"))
+    assert [call.form for call in report.calls] == ["decomposed"]
+
+
+def test_a_wrong_lowering_is_caught_and_nothing_is_written(tmp_path, monkeypatch):
+    lower = standard.lower
+
+    def forgets_the_scale(call):
+        return lower(type(call)(call.op.with_(scale=1.0), *(getattr(call, n) for n in ("query", "key", "value")),
+                                call.operands, call.nodes, call.target))  # fmt: skip
+
+    monkeypatch.setattr(standard, "lower", forgets_the_scale)
+    refused("computes something else than torch", tmp_path / "m.onnx", Block(scale=0.05).eval())
+
+
+def test_a_file_that_is_there_survives_a_failed_export(tmp_path):
+    file = tmp_path / "m.onnx"
+    file.write_text("precious")
+    with pytest.raises(ExportError):
+        export_onnx(Lse().eval(), inputs(), file)
+    assert file.read_text() == "precious"
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_reading_a_file_that_is_not_ours(tmp_path):
+    corrupt = tmp_path / "corrupt.onnx"
+    corrupt.write_bytes(b"\x08\x07not a model at all")
+    with pytest.raises(ExportError, match=r"corrupt.onnx is not an ONNX model"):
+        read_model(corrupt)
+    with pytest.raises(ExportError, match=r"missing.onnx cannot be read: No such file"):
+        read_model(tmp_path / "missing.onnx")
+    file = tmp_path / "m.onnx"
+    export_onnx(Block().eval(), inputs(), file, verify=False)
+    proto = onnx.load(file)
+    (kept,) = [p for p in proto.metadata_props if p.key == place.METADATA]
+    kept.value = json.dumps([{"layer": "x"}])
+    onnx.save(proto, file)
+    with pytest.raises(ExportError, match=r"m.onnx: its metadata 'attn_dispatch.calls' cannot be read: KeyError"):
+        read_model(file)
+    proto.metadata_props.remove(kept)
+    onnx.save(proto, file)
+    with pytest.raises(ExportError, match="export_onnx did not write it"):
+        read_model(file)
+
+
+def test_mistakes_of_the_caller_are_the_frontends_words(tmp_path):
+    class Ambiguous(torch.nn.Module):
+        def forward(self, q, mask):
+            return dispatch.attention(q, q, q, mask)
+
+    q = torch.randn(2, 2, 5, 8)
+    with pytest.raises(ExportError, match="rank 3 is ambiguous"):
+        export_onnx(Ambiguous().eval(), (q, torch.ones(2, 5, 5, dtype=torch.bool)), tmp_path / "m.onnx")
+    assert issubclass(InputError, ValueError)

@@ -87,9 +87,9 @@ on_reset.append(_said.clear)
 def ranked(op: AttentionOp, registry: Registry) -> tuple[list[tuple[Candidate, float]], dict[str, tuple[Reason, ...]]]:
     """Legal candidates with their estimates, best first, and the reasons of all others.
 
-    Those that would start another runtime (`Backend.start_s`) come last, whatever their estimate. Ties go to the shorter
-    chain, then to built-in backends in their order, then to strangers by name: neither chance
-    nor the order of installation decides.
+    Those that would start another runtime (`Backend.start_s`) come last, whatever their estimate. Ties go to the
+    shorter chain, then to built-in backends in their order, then to strangers by name: neither chance nor the order of
+    installation decides.
     """
     candidates, rewrites = enumerate_candidates(op, registry)
     own = [name for name in registry.backends if registry.is_builtin(name)]
@@ -102,7 +102,7 @@ def ranked(op: AttentionOp, registry: Registry) -> tuple[list[tuple[Candidate, f
             refused[candidate.name] = (estimate,)
         else:
             legal.append((candidate, estimate))
-    legal.sort(key=lambda pair: _place(*pair, position))
+    legal.sort(key=lambda pair: _place(pair[0], pair[1], position))
     return legal, refused | {f"{name} >": (reason,) for name, reason in rewrites.items()}
 
 

@@ -49,7 +49,7 @@ def test_every_node_test_survives_the_export_of_a_model(form, opset, tmp_path):
     session = make_session((tmp_path / "all.onnx").read_bytes(), "cpu", 1)
     results = [torch.full(out.shape, torch.nan, dtype=out.dtype) for out in model(model.inputs)]
     names = [[x.name for x in puts] for puts in (session.get_inputs(), session.get_outputs())]
-    session.run_with_iobinding(bind(session, "cpu", names[0], model.inputs, names[1], results))
+    session.run_with_iobinding(bind(session.io_binding(), "cpu", names[0], model.inputs, names[1], results))
     errors = {case.name: error_of(case, answer(case, out)) for case, out in zip(cases, results, strict=True)}
     assert {name: error for name, error in errors.items() if not error <= 1.0} == {}
     assert len(errors) == 93

@@ -69,7 +69,7 @@ def on_onnxruntime(op: AttentionOp, given: list[torch.Tensor], target: Target) -
     model = onnx_ir.to_proto(build_model(op, target)).SerializeToString()
     session = make_session(model, "cpu", 1, quiet=True)
     results = results_of(op)
-    session.run_with_iobinding(bind(session, "cpu", input_names(op), given, output_names(op), results))
+    session.run_with_iobinding(bind(session.io_binding(), "cpu", input_names(op), given, output_names(op), results))
     return results
 
 

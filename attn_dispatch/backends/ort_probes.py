@@ -100,7 +100,7 @@ def _ask(word: str, probe: _Probe, device_type: str, name: str) -> Verdict:
     try:
         session = make_session(model, device_type, 1, quiet=True)
         names = (input_names(probe.op), output_names(probe.op))
-        session.run_with_iobinding(bind(session, device_type, names[0], given, names[1], got))
+        session.run_with_iobinding(bind(session.io_binding(), device_type, names[0], given, names[1], got))
     except Exception as error:  # noqa: BLE001 - whatever a foreign runtime raises is its answer
         return Verdict(word, "refused", f"{type(error).__name__}: {str(error).strip().splitlines()[0][:160]}")
     difference = max(float((x.cpu().double() - y).abs().max()) for x, y in zip(got, want, strict=True))

@@ -117,10 +117,14 @@ def make_runner(model: bytes, device_type: str, inputs: Sequence[str], outputs: 
                     sessions.popitem(last=False)
             return sessions[key]
 
+    own = threading.local()  # a binding is one run's at a time, and costs as much to make as to fill
+
     def on_cpu(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         threads = torch.get_num_threads()
         session = sessions.get(threads) or session_for(threads, threads, 0)
-        session.run_with_iobinding(bind(session, "cpu", inputs, given, outputs, results))
+        if getattr(own, "session", None) is not session:
+            own.session, own.binding = session, session.io_binding()
+        session.run_with_iobinding(bind(own.binding, "cpu", inputs, given, outputs, results))
 
     def on_cuda(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         from onnxruntime import RunOptions
@@ -133,25 +137,28 @@ def make_runner(model: bytes, device_type: str, inputs: Sequence[str], outputs: 
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         else:  # handle 0 reads as "none given": the session has a stream of its own, which waits for nobody
             stream.synchronize()
-        session.run_with_iobinding(bind(session, "cuda", inputs, given, outputs, results), options)
+        session.run_with_iobinding(bind(session.io_binding(), "cuda", inputs, given, outputs, results), options)
 
     return on_cuda if device_type == "cuda" else on_cpu
 
 
 def bind(
-    session: Any,
+    binding: Any,
     device_type: str,
     inputs: Sequence[str],
     given: Sequence[torch.Tensor],
     outputs: Sequence[str],
     results: Sequence[torch.Tensor],
 ) -> Any:
-    """A binding of tensors by address; it holds no reference to them, so keep them until the run is over.
+    """Fill a binding with tensors by address; it holds no reference to them, so keep them until the run is over.
 
     Args:
+        binding: of a session; what it held under the same names is replaced.
         given, results: contiguous tensors on the device.
+
+    Returns:
+        The binding.
     """
-    binding = session.io_binding()
     index = torch.cuda.current_device() if device_type == "cuda" else 0
     for name, x in zip(inputs, given, strict=True):
         binding.bind_input(name, device_type, index, ELEMENTS[x.dtype], x.shape, x.data_ptr())

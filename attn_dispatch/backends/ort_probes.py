@@ -128,17 +128,19 @@ def _probe(
     form: str = "standard",
     sq: int = 3,
     outputs: Outputs = _OUT,
+    times: float = 1.0,
     operands: Operands | None = None,
     weight: Weight = Softmax(),  # noqa: B008 - frozen
     opset: int = 24,
 ) -> _Probe:
-    """Two sequences, 5 keys, head size 8; the numbers are sines, so that no generator is asked."""
+    """Two sequences, 5 keys, head size 8; sines, so that no generator is asked, and ``times`` in query and key."""
     kind = getattr(torch, dtype)
 
     def tensor(h: int, s: int, at: float) -> torch.Tensor:
         return (torch.sin(torch.arange(2 * h * s * 8, dtype=torch.float64) * 0.7 + at) * 2).view(2, h, s, 8).to(kind)
 
     q, k, v = tensor(heads[0], sq, 0.1), tensor(heads[1], 5, 0.5), tensor(heads[1], 5, 0.9)
+    q, k = (x * times for x in (q, k))
     operands = operands or {}
     op = AttentionOp(
         TensorDesc.of(q), TensorDesc.of(k), TensorDesc.of(v), score=score, mask=mask or Full(), q_offset=offset,
@@ -148,11 +150,13 @@ def _probe(
     return _Probe(op, (q, k, v), dict(sorted(operands.items())), form, opset)
 
 
-def _some_rows(dtype: str = "float32", score: tuple[ScoreTerm, ...] = (), outputs: Outputs = _OUT) -> _Probe:
+def _some_rows(
+    dtype: str = "float32", score: tuple[ScoreTerm, ...] = (), outputs: Outputs = _OUT, times: float = 1.0
+) -> _Probe:
     """A mask with a row that attends nothing."""
     kept = torch.tensor([[True, False, True, False, False], [False] * 5, [True] * 5])
     operands = {"kept": kept[None, None]}
-    return _probe(Dense(Ref("kept")), dtype=dtype, score=score, outputs=outputs, operands=operands)
+    return _probe(Dense(Ref("kept")), dtype=dtype, score=score, outputs=outputs, times=times, operands=operands)
 
 
 def _recurrences(form: str, opset: int) -> tuple[_Probe, ...]:
@@ -176,7 +180,7 @@ _PROBES: dict[str, Callable[[], _Probe | tuple[_Probe, ...]]] = {
     "softcap": lambda: _some_rows(score=(SoftCap(0.5),)),
     "gqa": lambda: _probe(heads=(4, 2)),
     "weights": lambda: _some_rows(outputs=Outputs(weights=True)),
-    "float16": lambda: _some_rows("float16"),
+    "float16": lambda: _some_rows("float16", times=100.0),  # scores of 1e5
     "bfloat16": lambda: _some_rows("bfloat16"),
     "float64": lambda: _some_rows("float64"),
     "contrib_gqa": lambda: _probe(Causal(), END, heads=(4, 2), form="contrib", sq=1),

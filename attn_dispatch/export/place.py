@@ -68,6 +68,9 @@ def place(model: ir.Model, calls: Sequence[TracedCall], targets: Sequence[Target
         assert query is not None
         assert key is not None
         assert value is not None
+        for value_in, dims in zip(node.inputs, call.dims, strict=True):
+            if value_in is not None:
+                value_in.shape = ir.Shape(dims)  # torch's exporter forgets what a sum of sizes is
         operands = {name: x for name, x in zip(call.names, others, strict=True) if x is not None}
         results = lower(call.op, (query, key, value), operands, nodes, target).flat()
         made = nodes.take()

@@ -65,9 +65,7 @@ def read_model(path: Path) -> Model:
 
     calls = read_calls(model, str(path))
     if not calls:
-        raise ExportError(
-            f"{path} has no {METADATA!r} in its metadata: it was not written by attn_dispatch.export_onnx"
-        )
+        raise ExportError(f"{path} has no {METADATA!r} in its metadata: export_onnx did not write it")
     return Model(
         path, dict(model.opset_imports), tuple(c for c, _ in calls), tuple(decide_here(op, []) for _, op in calls)
     )

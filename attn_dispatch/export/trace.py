@@ -21,11 +21,13 @@ from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.select_op import SelectOp
 from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name
 from attn_dispatch.ir.weights import Linear
+from attn_dispatch.nn import static_cache
 from attn_dispatch.tracing import describe_traced
 
 __all__ = ["DOMAIN", "Traced", "TracedCall", "to_onnx_graph", "trace"]
 
 DOMAIN = "attn_dispatch"
+_TENSOR_SCATTER = 24
 _SELECT: Any = torch_select.OPERATOR
 _OPERATORS: tuple[Any, ...] = (torch_op.OPERATOR, _SELECT)  # both take three tensors, more of them, and a string
 
@@ -37,12 +39,14 @@ class TracedCall:
     Args:
         op: described without looking at lengths; sizes are those of the example. layer: the module that made it.
         names: of the op's operands, in the order of the node's inputs behind query, key and value.
+        dims: sizes of all inputs; a dynamic one is an expression of torch's symbols, the same text for the same size.
         backend: what the call asked for.
     """
 
     op: AttentionOp | SelectOp
     layer: str
     names: tuple[str, ...]
+    dims: tuple[tuple[int | str, ...], ...] = ()
     backend: Any = None
 
 
@@ -114,7 +118,8 @@ def _described(node: torch.fx.Node, tensors: Sequence[Any], spec: str) -> Traced
         _desc(query), _desc(key), _desc(value), descs, mask=parse_mask(mask) if mask else None,
         weight=_weight(names, options["linear"]), **kept,
     )  # fmt: skip
-    return TracedCall(op, _layer(node), names, backend)
+    dims = tuple(tuple(_dim(size) for size in x.meta["val"].shape) for x in (query, key, value, *others))
+    return TracedCall(op, _layer(node), names, dims, backend)
 
 
 def _weight(names: Sequence[str], linear: tuple[str, float | None] | None) -> Linear | None:
@@ -131,6 +136,10 @@ def _desc(node: torch.fx.Node) -> TensorDesc:
     """A traced tensor at the example's sizes."""
     x = node.meta["val"]
     return TensorDesc(tuple(_hint(size) for size in x.shape), dtype_name(x.dtype), x.device.type)
+
+
+def _dim(size: int | torch.SymInt) -> int | str:
+    return size if isinstance(size, int) else str(size.node.expr)
 
 
 def _hint(size: int | torch.SymInt) -> int:
@@ -150,6 +159,9 @@ def to_onnx_graph(traced: Traced, opset: int, input_names: Any = None, output_na
         ExportError: torch's exporter fails, or gives another opset than it was asked for.
     """
     table: dict[Any, Any] = dict.fromkeys(_OPERATORS, _translate)
+    table[static_cache.OPERATOR] = _translate_scatter
+    if opset < _TENSOR_SCATTER and any(node.target is static_cache.OPERATOR for node in traced.program.graph.nodes):
+        raise ExportError(f"nn.tensor_scatter is TensorScatter, of opset {_TENSOR_SCATTER}; asked for opset {opset}")
     said = logging.getLogger("torch.onnx._internal.exporter._registration")  # it says that torchvision is missing
     level = said.level
     said.setLevel(logging.ERROR)
@@ -179,6 +191,12 @@ def _translate(query: Any, key: Any, value: Any, tensors: Sequence[Any], spec: s
         count += 3 if normalised else 2
     made = _operator(count)(query, key, value, *tensors, call=options["call"])
     return [made] if count == 1 else list(made)
+
+
+def _translate_scatter(past_cache: Any, update: Any, write_indices: Any) -> Any:
+    from onnxscript.onnx_opset import opset24
+
+    return opset24.TensorScatter(past_cache, update, write_indices, axis=-2, mode="linear")
 
 
 def _operator(count: int) -> values.Op:

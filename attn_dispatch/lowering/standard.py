@@ -39,7 +39,6 @@ def _needed(op: AttentionOp) -> list[str]:
     words = ["gqa"] if op.groups > 1 else []
     words += ["weights"] if op.outputs.weights else []
     words += ["float64"] if op.dtype == "float64" else []
-    words += ["float16"] if op.dtype == "float16" and not needs_wide_scores(op) else []
     masked = not isinstance(op.mask, Full) or any(term.feature != "score:SoftCap" for term in op.score)
     words += ["empty_rows"] if masked and not _is_causal_at_start(op) else []
     return words + (["softcap"] if masked and any(term.feature == "score:SoftCap" for term in op.score) else [])
@@ -48,11 +47,11 @@ def _needed(op: AttentionOp) -> list[str]:
 def lower(call: Call) -> Results:
     """One Attention node, its mask, and what the node cannot say before and behind it."""
     op, n = call.op, call.nodes
-    wide = needs_wide_scores(op) or (op.dtype == "bfloat16" and "bfloat16" not in call.target.proven)
+    wide = needs_wide_scores(op) or (op.dtype in ("float16", "bfloat16") and op.dtype not in call.target.proven)
     dtype = "float32" if wide else op.dtype
     q, k, v = call.inputs(dtype)
     scale = op.effective_scale
-    if scale <= 0:  # the node takes the root of its scale
+    if scale <= 0 or dtype == "float64":  # the node takes the root of its scale, which is a float32
         q, scale = n("Mul", q, n.const(scale, dtype)), 1.0
     attributes: dict[str, Any] = {"scale": float(scale), "softcap": float(call.softcap) or None}
     attributes["softmax_precision"] = 1 if dtype in ("float16", "bfloat16") else None

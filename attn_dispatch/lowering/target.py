@@ -18,7 +18,7 @@ PROVABLE = {
     "softcap": "the soft cap comes before the mask",
     "gqa": "query head h uses kv head h // (Hq / Hkv)",
     "weights": "qk_matmul_output after the softmax, in the size of the scores",
-    "float16": "float16, with sums in float32",
+    "float16": "float16, with scores that float16 itself cannot hold",
     "bfloat16": "bfloat16 without a conversion in the graph",
     "float64": "float64, empty rows and lengths included",
     "linear_attention": "LinearAttention of opset 27",

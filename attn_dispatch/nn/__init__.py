@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from attn_dispatch.nn.multihead import MultiheadAttention
     from attn_dispatch.nn.retention import Retention
     from attn_dispatch.nn.rotary import Rotary
+    from attn_dispatch.nn.static_cache import tensor_scatter
 
 __all__ = [
     "KVCache",
@@ -22,6 +23,7 @@ __all__ = [
     "MultiheadAttention",
     "Retention",
     "Rotary",
+    "tensor_scatter",
 ]
 
 _HOME = {
@@ -32,6 +34,7 @@ _HOME = {
     "MultiheadAttention": "multihead",
     "Retention": "retention",
     "Rotary": "rotary",
+    "tensor_scatter": "static_cache",
 }
 
 

@@ -13,6 +13,7 @@ from attn_dispatch.plan import Plan
 from attn_dispatch.registry import current
 from attn_dispatch.routes import Route, make_guard, routes
 from attn_dispatch.selection.candidates import rebuild
+from attn_dispatch.selection.known_bad import looks_at_lengths
 from attn_dispatch.selection.pins import current_pins
 
 __all__ = ["keep_route"]
@@ -75,13 +76,17 @@ def _is_right_for_its_bucket(made: Plan) -> bool:
     op = made.op
     hi = bucket(op.Skv)
     lo = hi // 2 + 1
-    if op.Skv <= 16 or lo <= op.Sq <= hi or not made.binding.form.is_plain or current_pins().has_lengths:
+    if op.Skv <= 16 or lo <= op.Sq <= hi or not made.binding.form.is_plain or _asks_lengths():
         return False
     for length in (lo, hi):
         other, _ = canonicalise(made.binding.op.resized(op.B, op.Sq, length))
         if _without_lengths(other) != _without_lengths(op) or rebuild(made.name, other, current()) is None:
             return False
     return True
+
+
+def _asks_lengths() -> bool:
+    return current_pins().has_lengths or looks_at_lengths(current())
 
 
 def _without_lengths(op: AttentionOp) -> AttentionOp:

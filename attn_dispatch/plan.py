@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from attn_dispatch import context, reference
-from attn_dispatch.backend import Backend, Executable, Operands, Raw, Run
+from attn_dispatch.backend import Operands, Raw, Run
 from attn_dispatch.device import facts
 from attn_dispatch.errors import BackendError, InputError
 from attn_dispatch.frontend import Binding
@@ -27,6 +27,7 @@ from attn_dispatch.selection.decide import Decision, Request, TunedLookup, decid
 from attn_dispatch.selection.pins import current_pins
 from attn_dispatch.settings import settings
 from attn_dispatch.state import LinearState, WithState, spread_state
+from attn_dispatch.watched import Watched
 
 __all__ = [
     "Plan",
@@ -261,90 +262,13 @@ def _is_outranked(remembered: Decision, op: AttentionOp, requests: tuple[Request
     return False
 
 
-# --- backends of strangers -----------------------------------------------------------------------------------------
-
-
 def _compile(candidate: Candidate, op: AttentionOp, registry: Registry) -> Run:
     """The candidate's run; a stranger's backend is watched, a built-in one runs bare."""
     name = candidate.backend.name
     origin = registry.origins.get(name)
     if origin is not None and not registry.is_builtin(name):  # no origin: a registry made by hand, as the tests do
-        candidate = replace(candidate, backend=_Watched(candidate.backend, origin))
+        candidate = replace(candidate, backend=Watched(candidate.backend, origin))
     return build(candidate, op).run
-
-
-class _Watched(Backend):
-    """A stranger's backend: what it raises is a `BackendError` with its name, and its first result is checked."""
-
-    def __init__(self, backend: Backend, origin: str) -> None:
-        self.name, self._backend = backend.name, backend
-        self._who = f"backend {backend.name!r} ({origin})"
-
-    def compile(self, op: AttentionOp) -> Executable:
-        try:
-            executable = self._backend.compile(op)
-        except Exception as error:
-            raise BackendError(f"{self._who} raised {type(error).__name__} when compiled: {error}") from error
-        run = getattr(executable, "run", None)
-        if not isinstance(executable, Executable) or not callable(run):
-            raise BackendError(f"{self._who}: compile must return an Executable, got {executable!r}")
-        checked = False
-
-        def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-            nonlocal checked
-            try:
-                result = run(q, k, v, t)
-            except torch.OutOfMemoryError:  # callers catch it, and the backend is not at fault
-                raise
-            except Exception as error:
-                raise BackendError(f"{self._who} raised {type(error).__name__} when run: {error}") from error
-            if not checked:
-                problem = _broken_contract(result, op, q, k, v, t)
-                if problem:
-                    raise BackendError(f"{self._who} broke its contract: {problem}")
-                checked = True
-            return result
-
-        return Executable(watched)
-
-
-def _broken_contract(
-    result: Any, op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands
-) -> str:
-    """What is wrong with a result; empty when nothing is."""
-    wanted = op.outputs
-    rows = tuple(q.shape[:3])
-    accumulated = torch.float64 if q.dtype == torch.float64 else torch.float32
-    parts: list[tuple[str, Any, tuple[int, ...], torch.dtype | None]] = []
-    if wanted.lse or wanted.weights or wanted.state:
-        if not isinstance(result, Raw):
-            if wanted.state:
-                return f"run must return Raw(out, state=...) for return_state, got {_kind(result)}"
-            return f"run must return Raw(out, lse, weights) for return_lse or return_weights, got {_kind(result)}"
-        if wanted.state and not isinstance(result.state, LinearState):
-            return f"state must be a LinearState, got {_kind(result.state)}"
-        parts += [("lse", result.lse, rows, accumulated)] if wanted.lse else []
-        parts += [("weights", result.weights, (*rows, k.shape[2]), None)] if wanted.weights else []
-        result = result.out
-    for name, x, shape, dtype in [("out", result, (*rows, v.shape[3]), q.dtype), *parts]:
-        if not isinstance(x, torch.Tensor):
-            return f"{name} must be a tensor, got {_kind(x)}"
-        if tuple(x.shape) != shape:
-            return f"{name} must have shape {list(shape)}, got {list(x.shape)}"
-        if dtype is not None and x.dtype != dtype:
-            return f"{name} must have dtype {dtype}, got {x.dtype}"
-        if x.device != q.device:
-            return f"{name} must be on {q.device}, got {x.device}"
-    if op.traced:  # tensors without storage
-        return ""
-    for name, x in {"query": q, "key": k, "value": v, **t}.items():
-        if result.numel() and x.untyped_storage().data_ptr() == result.untyped_storage().data_ptr():
-            return f"out shares its memory with {name}; return a tensor of its own"
-    return ""
-
-
-def _kind(x: Any) -> str:
-    return f"a tensor of shape {list(x.shape)}" if isinstance(x, torch.Tensor) else type(x).__name__
 
 
 # --- from the kernel to the caller ---------------------------------------------------------------------------------

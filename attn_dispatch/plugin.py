@@ -17,7 +17,7 @@ Example:
 from __future__ import annotations
 
 from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw, Run, dense_cost
-from attn_dispatch.capability import ALL_FEATURES, Capability, Limit, Reason
+from attn_dispatch.capability import Capability, Limit, Reason
 from attn_dispatch.errors import BackendError
 from attn_dispatch.ir import (
     EMPTY,
@@ -118,3 +118,15 @@ __all__ = [
     "verify",
     "verify_select",
 ]
+
+# The words of this version of the plugin API. It never grows: a backend that claims all of them does not claim a word
+# that the IR learns later, which would be dropped where it must be refused.
+ALL_FEATURES = frozenset(
+    """
+    combine:And combine:Not combine:Or decay dropout dv_differs empty gqa grad grad:lse grad:operands higher_order lse
+    mask:BlockTable mask:Causal mask:Columns mask:Dense mask:Full mask:KeyLengths mask:KeyRange mask:Not
+    mask:QueryLengths mask:Rows mask:SameBlock mask:Segments mask:Selected mask:Stride mask:Window q_offset:nonzero
+    q_offset:tensor scale<=0 scattered score:Alibi score:Bias score:SoftCap sinks state:in state:out traced
+    weight:Linear weight:Softmax weights
+    """.split()  # noqa: SIM905 - a table to read
+)

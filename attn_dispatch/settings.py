@@ -3,6 +3,7 @@
 ========================  ==============================================================================
 ``ATTN_DISPATCH_CONFIG``  configuration files to use instead of the search, separated like ``PATH``
 ``ATTN_DISPATCH_CACHE``   folder of the tuned store; the user's cache folder when it is not set
+``ATTN_DISPATCH_ALLOW_KNOWN_BAD``  names of known-bad entries that may run all the same, with commas between them
 ``ATTN_DISPATCH_AUTOTUNE``  ``off cached on force assert``, what `dispatch.use` does not say; ``cached`` when not set
 ========================  ==============================================================================
 """
@@ -32,6 +33,7 @@ class Settings:
         cache_dir: where tuned results are kept; None when there is no place.
         autotune: the mode outside `dispatch.use`.
         shipped: those of ``config_files`` that come with this package.
+        allow_known_bad: names of known-bad entries that may run all the same.
         is_given: ``ATTN_DISPATCH_CONFIG`` names the files, and nothing else is searched.
     """
 
@@ -40,6 +42,7 @@ class Settings:
     autotune: str = "cached"
     shipped: tuple[Path, ...] = ()
     is_given: bool = False
+    allow_known_bad: frozenset[str] = frozenset()
 
 
 @functools.cache
@@ -55,13 +58,17 @@ def settings() -> Settings:
         raise ConfigError(f"ATTN_DISPATCH_AUTOTUNE={mode!r} is no mode; there are {known}")
     # without a home the path stays relative ("~/..."), and nothing must be written there
     usable = cache_dir if cache or cache_dir.is_absolute() else None
+    names = os.environ.get("ATTN_DISPATCH_ALLOW_KNOWN_BAD", "").split(",")
+    allow = frozenset(name.strip() for name in names if name.strip())
     given = os.environ.get("ATTN_DISPATCH_CONFIG")
     if given:
-        return Settings(tuple(Path(part) for part in given.split(os.pathsep) if part), usable, mode, is_given=True)
+        files = tuple(Path(part) for part in given.split(os.pathsep) if part)
+        return Settings(files, usable, mode, is_given=True, allow_known_bad=allow)
     own = [Path("attn_dispatch.yaml"), platformdirs.user_config_path("attn_dispatch") / "attn_dispatch.yaml"]
     # os.path.isfile: Path.is_file raises where a home may not be entered
     shipped = tuple(sorted(_shipped_folder().glob("*.yaml")))
-    return Settings((*(path for path in own if os.path.isfile(path)), *shipped), usable, mode, shipped)
+    files = (*(path for path in own if os.path.isfile(path)), *shipped)
+    return Settings(files, usable, mode, shipped, allow_known_bad=allow)
 
 
 def child_environment() -> dict[str, str]:

@@ -74,7 +74,7 @@ def assert_golden(name: str, text: str) -> None:
     assert text == path.read_text(encoding="utf-8"), f"to accept the new text delete {path} and run again"
 
 
-COMMANDS = ("doctor", "backends", "explain", "demo", "bench", "tune", "cache", "pins")
+COMMANDS = ("doctor", "backends", "explain", "demo", "bench", "tune", "conformance", "cache", "pins")
 
 
 def test_help_lists_every_command() -> None:

@@ -52,9 +52,10 @@ ARROWS: dict[str, set[str]] = {
         *("reference", "state", "yaml_text"),
     },
     "yaml_text": set(),
+    "watched": {"errors", "ir", "backend", "registry", "state"},
     "plan": {
         *("errors", "ir", "backend", "context", "device", "reference", "frontend", "passes", "registry", "selection"),
-        *("settings", "state"),
+        *("settings", "state", "watched"),
     },
     "routes": {"errors", "backend", "registry", "selection"},
     "keeping": {"errors", "ir", "passes", "plan", "registry", "routes", "selection"},
@@ -177,7 +178,7 @@ HEAVY = (
 
 
 # Modules that are imported inside functions alone, when what they are about is first met.
-LATE = {"attn_dispatch.selection.pin_models": "a pin file is read"}
+LATE = {f"attn_dispatch.selection.{name}": "a pin file is read" for name in ("pin_models", "pin_values")}
 
 
 @pytest.mark.parametrize("name", modules())

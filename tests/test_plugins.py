@@ -126,7 +126,7 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "rewrites of a wrong type": (module(attn_dispatch_rewrites=lambda: [Toy()]), "is not a Rewrite"),
     "known-bad of a wrong type": (
         module(attn_dispatch_known_bad=lambda: ["x"]),
-        "TypeError: a known-bad entry must be a dict, got 'x'",
+        "TypeError: a known-bad entry must be a dict, or the path of a YAML file, got 'x'",
     ),
     "no hook": (types.SimpleNamespace(attn_dispatch_backends=lambda: [Toy()]), "ValueError: it implements no hook"),
     "a hook that does not exist": (module(attn_dispatch_backend=lambda: []), "PluginValidationError"),
@@ -492,7 +492,7 @@ def test_real_entry_points_are_loaded_one_by_one_and_the_broken_ones_set_aside(t
 
 
 def test_plugins_are_not_loaded_by_importing_the_package(tmp_path):
-    distribution(tmp_path, "noisy", "print('loaded', flush=True)\n")
+    distribution(tmp_path, "noisy", "import os\nos.write(1, b'loaded\\n')\n")
     script = textwrap.dedent(f"""
         import sys
         sys.path.insert(0, {str(tmp_path)!r})

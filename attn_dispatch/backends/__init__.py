@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from attn_dispatch.backend import Backend
 from attn_dispatch.registry.hookspecs import hookimpl
 
-__all__ = ["attn_dispatch_backends"]
+__all__ = ["attn_dispatch_backends", "attn_dispatch_known_bad"]
+
+
+@hookimpl
+def attn_dispatch_known_bad() -> list[str]:
+    """The file of what is known to be wrong in backends of this package and of others."""
+    return [str(Path(__file__).parents[1] / "known_bad.yaml")]
 
 
 @hookimpl

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from attn_dispatch import device
 from attn_dispatch.backend import Backend, Cost, Executable, Operands, dense_cost
 from attn_dispatch.backends.sdpa import is_causal_only
 from attn_dispatch.capability import Capability, Limit, Reason
@@ -37,16 +36,10 @@ class SdpaCudnn(Backend):
     )
 
     def extra_reasons(self, op: AttentionOp) -> list[Reason]:
-        reasons = []
         if is_causal_only(op) and op.Sq != op.Skv:
             text = f"is_causal with Sq {op.Sq} != Skv {op.Skv}"
-            reasons.append(Reason("limit", "Sq", op.Sq, op.Skv, "", text))
-        if (
-            device.cuda_arch() == "sm100" and op.Hkv < 8
-        ):  # wrong output, https://github.com/pytorch/pytorch/issues/193893
-            text = f"Hkv {op.Hkv} < 8 on sm100 is wrong in cuDNN (pytorch#193893)"
-            reasons.append(Reason("known_bad", "Hkv", op.Hkv, ">= 8", "", text))
-        return reasons
+            return [Reason("limit", "Sq", op.Sq, op.Skv, "", text)]
+        return []  # what is wrong on some machines is data: known_bad.yaml
 
     def compile(self, op: AttentionOp) -> Executable:
         kernel = torch._scaled_dot_product_cudnn_attention

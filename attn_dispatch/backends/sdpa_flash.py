@@ -61,9 +61,6 @@ class SdpaFlash(Backend):
     )
 
     def extra_reasons(self, op: AttentionOp) -> list[Reason]:
-        if op.device == "cpu" and is_causal_only(op) and op.effective_scale <= 0:
-            text = f"scale {op.effective_scale:g} <= 0 with is_causal gives NaN in this kernel"
-            return [Reason("limit", "scale", op.effective_scale, "> 0", "densify_mask > sdpa_flash", text)]
         if op.device == "cuda" and is_causal_only(op) and op.Sq != op.Skv:
             text = f"is_causal with Sq {op.Sq} != Skv {op.Skv}"
             return [Reason("limit", "Sq", op.Sq, op.Skv, "", text)]

@@ -1,17 +1,6 @@
 """The command line, ``attn-dispatch``: one module per command, each imported when its command runs.
 
-==============  ====================================================================================
-``doctor``      hardware, torch, backends, plugins that were set aside, configuration files, cache
-``backends``    what each backend can do, from its declared facts
-``explain``     what would run an op, given by flags or a file, and why
-``demo``        two real models through the dispatcher, compared with eager and with SDPA
-``export``      a model as an ONNX file, beside torch and torch's own export
-``tune``        measure the ops of workloads here, and write a lock file
-``cache``       the store of what was measured: ls, show, clear, merge, export
-``pins``        pin files: schema, check, show, diff
-``bench``       ours beside SDPA, its best forms by hand and other libraries, measured here
-==============  ====================================================================================
-"""
+===============  ============================================================================="""
 
 from __future__ import annotations
 
@@ -165,6 +154,20 @@ def tune_command(
     from attn_dispatch.selection.tuner import Effort
 
     raise typer.Exit(run(workloads, out, Effort(limit_s=limit_s, compile_s=compile_s), force, device, as_json))
+
+
+@app.command("conformance")
+def conformance_command(
+    name: Annotated[str, typer.Argument(help="The backend to prove.")],
+    plugin: Annotated[str, typer.Option("--plugin", help="File or module of a plugin that is not installed.")] = "",
+    only: Annotated[str, typer.Option("--only", help="Run cases whose id contains this.")] = "",
+    attempts: Annotated[bool, typer.Option("--try/--no-try", help="Try what it refuses, to find hints.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """The contract suite over one backend. Exit code 1: something is wrong or a lie; 3: nothing could be proven."""
+    from attn_dispatch.cli.conformance import run
+
+    raise typer.Exit(run(name, plugin, only, attempts, as_json))
 
 
 app.add_typer(cache.app, name="cache")

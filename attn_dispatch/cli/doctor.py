@@ -37,6 +37,7 @@ def examine() -> dict[str, Any]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)  # said below, with the traceback
         registry = current()
+    points = {name: source for source in registry.sources for name in source.offers}
     cuda = torch.cuda.is_available()
     devices = [vars(facts("cpu")), *([vars(facts("cuda"))] if cuda else [])]
     cache = settings().cache_dir
@@ -47,9 +48,17 @@ def examine() -> dict[str, Any]:
         "devices": devices,
         "torch": {"cuda": torch.version.cuda, "cuda_available": cuda, "cpu_capability": _cpu_capability()},
         "libraries": {name: version for name in _LIBRARIES if (version := _version(name)) is not None},
-        "backends": [_backend(b, registry.origins[b.name]) for b in registry.backends.values()],
+        "backends": [
+            _backend(b, registry.origins[b.name]) | {"entry_point": _entry_point(points.get(b.name))}
+            for b in registry.backends.values()
+        ],
         "rewrites": [{"name": name, "distribution": registry.origins[name]} for name in registry.rewrites],
         "quarantined": [vars(entry) for entry in registry.quarantined],
+        "plugins": [
+            {**vars(source), "offers": list(source.offers), "load_ms": round(source.load_ms, 1)}
+            for source in registry.sources
+        ],
+        "known_bad": _known_bad(registry),
         "config_files": [str(path) for path in settings().config_files],
         "autotune": settings().autotune,
         "cache_dir": {
@@ -80,6 +89,29 @@ def _backend(backend: Any, distribution: str) -> dict[str, Any]:
         missing = f"it runs on {', '.join(devices)}, and there is none here"
     said = {"name": backend.name, "version": version, "distribution": distribution, "devices": devices}
     return {**said, "available": missing is None, "reason": "" if missing is None else str(missing)}
+
+
+def _entry_point(source: Any) -> str:
+    return source.entry_point if source is not None else ""
+
+
+def _known_bad(registry: Any) -> list[dict[str, Any]]:
+    from attn_dispatch.errors import ConfigWarning
+    from attn_dispatch.selection.known_bad import allowed, entries
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConfigWarning)  # attn-dispatch pins check tells of pin files
+        found, permitted = entries(registry), allowed(registry)
+    words = ("id", "backend", "version", "why", "link", "where", "origin")
+    return [
+        {
+            **{word: getattr(entry, word) for word in words},
+            "when": str(entry.when),
+            "here": entry.holds_here(),
+            "allowed": entry.id in permitted,
+        }
+        for entry in found
+    ]
 
 
 def _is_here(device_type: str) -> bool:
@@ -126,6 +158,15 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(
             f"  {b['name']:<16} {b['version']:<14} {', '.join(b['devices']):<24} {b['distribution']}   {state}"
         )
+    lines += ["", "plugins"]
+    for source in found["plugins"]:
+        offers = ", ".join(source["offers"]) or "nothing"
+        lines.append(f"  {source['entry_point']} ({source['distribution']}), {source['load_ms']:.1f} ms: {offers}")
+        lines += [f"    it {note} when it was loaded" for note in source["notes"]]
+    lines += ["", "known bad"]
+    for entry in found["known_bad"]:
+        state = "allowed" if entry["allowed"] else "barred here" if entry["here"] else "not this machine"
+        lines.append(f"  {entry['id']} ({entry['backend']}), {state}: {entry['why']}, {entry['link']}")
     lines += ["", f"rewrites       {', '.join(r['name'] for r in found['rewrites'])}", "", "plugins set aside"]
     for entry in found["quarantined"]:
         lines.append(f"  {entry['name']} ({entry['distribution']}): {entry['error']}")

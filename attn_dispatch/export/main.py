@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -185,14 +186,16 @@ def _proven() -> tuple[frozenset[str], str]:
 
 def _rename_symbols(graph: ir.Model, names: Mapping[str, str]) -> None:
     """The caller's names for the dynamic sizes, on all values."""
+    if not names:
+        return
+    pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")  # sums of symbols too
     values = [*graph.graph.inputs, *(x for node in graph.graph.all_nodes() for x in node.outputs)]
     for value in values:
-        if value.shape is None:
-            continue
-        for dim, size in enumerate(value.shape):
-            symbol = getattr(size, "value", None)
-            if isinstance(symbol, str) and symbol in names and not value.shape.frozen:
-                value.shape[dim] = names[symbol]
+        if value.shape is not None:
+            sizes = [getattr(size, "value", size) for size in value.shape]
+            value.shape = ir.Shape(
+                pattern.sub(lambda m: names[m[1]], size) if isinstance(size, str) else size for size in sizes
+            )
 
 
 def _write(graph: ir.Model, path: Path, external_data: bool | None) -> list[Path]:
@@ -218,7 +221,7 @@ def _check_file(path: Path, graph: ir.Model, calls: Sequence[Call], opset: int) 
     except Exception as error:
         text = str(error).strip().splitlines()[0]
         raise ExportError(f"onnx's checker refuses the exported model: {type(error).__name__}: {text}") from error
-    found = dict(onnx.load(str(path), load_external_data=False).opset_import and graph.opset_imports)
+    found = {entry.domain: entry.version for entry in onnx.load(str(path), load_external_data=False).opset_import}
     if found.get("") != opset:
         raise ExportError(f"asked for opset {opset}, the model has {found.get('')}")
     if strange := sorted(set(found) - set(_OPEN_DOMAINS)):

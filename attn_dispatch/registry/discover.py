@@ -1,10 +1,10 @@
 """Discovery: find the plugins, ask each for its backends and rewrites, set the broken ones aside.
 
 1. Entry points are loaded one by one (pluggy's own loader stops at the first broken one), in the order of their names,
-   so that nothing depends on the order of installation; the built-in ones first.
+   the built-in ones first. Nothing depends on the order of installation.
 2. What fails to import, to answer, or to validate is quarantined with its traceback.
-3. A name that is already taken is refused to the second plugin: a built-in keeps its name, and of two strangers both
-   lose it, since neither order of installation may decide.
+3. A name that several claim: a built-in keeps it, and of strangers all lose it, since no order may decide.
+4. A plugin is loaded inside a `Watch`: what it does to the process is put back, and said in `Registry.notes`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -25,9 +25,10 @@ from attn_dispatch.backend import Backend
 from attn_dispatch.capability import Capability
 from attn_dispatch.errors import PluginWarning, UnknownBackendError
 from attn_dispatch.registry import hookspecs
+from attn_dispatch.registry.guarding import Watch
 from attn_dispatch.rewrites.base import Rewrite
 
-__all__ = ["Quarantined", "Registry", "current", "discover", "reset"]
+__all__ = ["Quarantined", "Registry", "Source", "current", "discover", "on_reset", "reset"]
 
 _BUILTIN = "attn-dispatch"
 
@@ -48,20 +49,40 @@ class Quarantined:
 
 
 @dataclass(frozen=True)
+class Source:
+    """A plugin that was loaded.
+
+    Args:
+        name: of the entry point. distribution: package and version. entry_point: ``"mine = my_package.attention"``.
+        offers: names of its backends and rewrites. load_ms: how long it took to import and to ask.
+        notes: what it did to the process while it was loaded; each was put back.
+    """
+
+    name: str
+    distribution: str
+    entry_point: str
+    offers: tuple[str, ...] = ()
+    load_ms: float = field(default=0.0, compare=False)
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
 class Registry:
     """What is registered, in order; frozen, so that a plan made with it stays true.
 
     Args:
         backends, rewrites: by name. origins: distribution and version by backend or rewrite name.
-        configs: paths of configuration files that plugins bring.
+        known_bad: ``(distribution, entry or path of a file)`` of known-bad combinations; see `selection.known_bad`.
+        configs: paths of configuration files that plugins bring. sources: the plugins that were loaded.
     """
 
     backends: dict[str, Backend] = field(default_factory=dict)
     rewrites: dict[str, Rewrite] = field(default_factory=dict)
     origins: dict[str, str] = field(default_factory=dict)
     quarantined: tuple[Quarantined, ...] = ()
-    known_bad: tuple[dict[str, Any], ...] = ()
+    known_bad: tuple[tuple[str, dict[str, Any] | str], ...] = ()
     configs: tuple[str, ...] = ()
+    sources: tuple[Source, ...] = ()
 
     def is_builtin(self, name: str) -> bool:
         """Whether a backend or rewrite comes from this distribution; what has no origin is a stranger's."""
@@ -127,16 +148,24 @@ on_reset: list[Callable[[], None]] = []  # caches that hold plans of the registr
 def discover(extra: Iterable[tuple[str, Any]] = ()) -> Registry:
     """Load all entry points of the group, and the ``(name, plugin object)`` pairs of ``extra``, into a new registry."""
     collector = _Collector()
-    points = sorted(entry_points(group=hookspecs.GROUP), key=lambda e: (_origin(e).split()[0] != _BUILTIN, e.name))
-    seen: set[str] = set()
+    points = sorted(entry_points(group=hookspecs.GROUP), key=_order)
+    first: dict[str, str] = {}
     for point in points:
-        if point.value in seen:  # one distribution may be listed twice, by a wheel and an editable install
+        origin = _origin(point)
+        known = first.setdefault(point.value, origin)
+        if collector.has(point.value):  # one distribution may be listed twice, by a wheel and an editable install
+            if known.split()[0] != origin.split()[0]:
+                collector.set_aside(point.name, origin, f"its module {point.value} is the plugin of {known} already")
             continue
-        seen.add(point.value)
-        collector.load(point.name, _origin(point), point.load)
+        collector.load(Source(point.name, origin, f"{point.name} = {point.value}"), point.load)
     for name, plugin in extra:
-        collector.load(name, f"{name} (given in code)", partial(_given, plugin))
+        collector.load(Source(name, f"{name} (given in code)", "given in code"), partial(_given, plugin))
     return collector.finish()
+
+
+def _order(point: EntryPoint) -> tuple[bool, str, str, str]:
+    origin = _origin(point)
+    return (origin.split()[0] != _BUILTIN, point.name, origin, point.value)
 
 
 def _given(plugin: Any) -> Any:
@@ -147,63 +176,78 @@ def _origin(point: EntryPoint) -> str:
     return f"{point.dist.name} {point.dist.version}" if point.dist is not None else "unknown distribution"
 
 
+@dataclass(frozen=True)
+class _Offer:
+    """What one plugin offers, asked for and validated."""
+
+    backends: list[Backend]
+    rewrites: list[Rewrite]
+    known_bad: list[dict[str, Any] | str]
+    configs: list[str]
+
+
+def _ask(name: str, get: Callable[[], Any]) -> _Offer:
+    """Import a plugin, call its hooks, and check what they return."""
+    manager = pluggy.PluginManager(hookspecs.GROUP)
+    manager.add_hookspecs(hookspecs)
+    plugin = get()
+    manager.register(plugin, name)
+    manager.check_pending()
+    if not manager.get_hookcallers(plugin):
+        raise ValueError("it implements no hook: mark its functions with attn_dispatch.plugin.hookimpl")
+    offer = _Offer(
+        [b for part in manager.hook.attn_dispatch_backends() for b in part],
+        [r for part in manager.hook.attn_dispatch_rewrites() for r in part],
+        [e for part in manager.hook.attn_dispatch_known_bad() for e in part],
+        [str(path) for part in manager.hook.attn_dispatch_configs() for path in part],
+    )
+    for backend in offer.backends:
+        _validate(backend, Backend)
+    for rewrite in offer.rewrites:
+        _validate(rewrite, Rewrite)
+    for entry in offer.known_bad:
+        if not isinstance(entry, dict) and not (isinstance(entry, (str, os.PathLike)) and os.path.isfile(entry)):
+            raise TypeError(f"a known-bad entry must be a dict, or the path of a YAML file, got {entry!r}")
+    return offer
+
+
 class _Collector:
     def __init__(self) -> None:
-        self.backends: dict[str, tuple[Backend, str]] = {}
-        self.rewrites: dict[str, tuple[Rewrite, str]] = {}
-        self.contested: dict[str, str] = {}  # names that two strangers claimed, with the first claimant
-        self.known_bad: list[dict[str, Any]] = []
+        self.claims: dict[str, list[tuple[Any, Source]]] = {}  # by name, of backends and rewrites alike
+        self.known_bad: list[tuple[str, dict[str, Any] | str]] = []
         self.configs: list[str] = []
         self.quarantined: list[Quarantined] = []
+        self.sources: list[Source] = []
+        self.seen: set[str] = set()
 
-    def load(self, name: str, origin: str, get: Callable[[], Any]) -> None:
+    def has(self, value: str) -> bool:
+        """Whether an entry point of that value was loaded, or tried."""
+        return value in self.seen
+
+    def load(self, source: Source, get: Callable[[], Any]) -> None:
         """Load one plugin and take what it offers; whatever goes wrong is set aside under its name."""
-        try:
-            manager = pluggy.PluginManager(hookspecs.GROUP)
-            manager.add_hookspecs(hookspecs)
-            plugin = get()
-            manager.register(plugin, name)
-            manager.check_pending()
-            if not manager.get_hookcallers(plugin):
-                raise ValueError("it implements no hook: mark its functions with attn_dispatch.plugin.hookimpl")
-            backends = [b for part in manager.hook.attn_dispatch_backends() for b in part]
-            rewrites = [r for part in manager.hook.attn_dispatch_rewrites() for r in part]
-            known_bad = [e for part in manager.hook.attn_dispatch_known_bad() for e in part]
-            configs = [str(path) for part in manager.hook.attn_dispatch_configs() for path in part]
-            for backend in backends:
-                _validate(backend, Backend)
-            for rewrite in rewrites:
-                _validate(rewrite, Rewrite)
-            for entry in known_bad:
-                if not isinstance(entry, dict):
-                    raise TypeError(f"a known-bad entry must be a dict, got {entry!r}")
-        except KeyboardInterrupt:
-            raise
-        except BaseException as error:  # noqa: BLE001 - a plugin may raise anything, SystemExit included; it is recorded
-            self.set_aside(name, origin, f"{type(error).__name__}: {error}", traceback.format_exc())
+        self.seen.add(source.entry_point.partition(" = ")[2])
+        with Watch() as watch:
+            try:
+                offer: _Offer | None = _ask(source.name, get)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as error:  # noqa: BLE001 - a plugin may raise anything, SystemExit included; it is recorded
+                problem, details, offer = f"{type(error).__name__}: {error}", traceback.format_exc(), None
+        who = f"attn_dispatch plugin {source.name!r} ({source.distribution})"
+        if watch.changes:
+            warnings.warn(f"{who} {' and '.join(watch.changes)} when it was loaded", PluginWarning, stacklevel=3)
+        if offer is None:
+            self.set_aside(source.name, source.distribution, problem, details)
             return
-        for backend in backends:
-            self._take(backend, self.backends, origin)
-        for rewrite in rewrites:
-            self._take(rewrite, self.rewrites, origin)
-        self.known_bad += known_bad
-        self.configs += configs
-
-    def _take(self, thing: Any, table: dict[str, tuple[Any, str]], origin: str) -> None:
-        name = thing.name
-        other = self.rewrites if table is self.backends else self.backends
-        if name in other:  # one name for a backend and a rewrite: a chain and its origin could not be read
-            self.set_aside(name, origin, f"the name {name} is already taken by {other[name][1]}")
-            return
-        if name not in table and name not in self.contested:
-            table[name] = (thing, origin)
-            return
-        first = table[name][1] if name in table else self.contested[name]
-        if first.split()[0] != _BUILTIN and name in table:  # of two strangers both lose it, and so does a third
-            table.pop(name)
-            self.contested[name] = first
-            self.set_aside(name, first, f"the name {name} is also taken by {origin}")
-        self.set_aside(name, origin, f"the name {name} is already taken by {first}")
+        things: list[Any] = [*offer.backends, *offer.rewrites]
+        names = tuple(thing.name for thing in things)
+        source = replace(source, offers=names, load_ms=watch.seconds * 1e3, notes=tuple(watch.changes))
+        self.sources.append(source)
+        for thing in things:
+            self.claims.setdefault(thing.name, []).append((thing, source))
+        self.known_bad += [(source.distribution, e if isinstance(e, dict) else str(e)) for e in offer.known_bad]
+        self.configs += offer.configs
 
     def set_aside(self, name: str, origin: str, error: str, details: str = "") -> None:
         self.quarantined.append(Quarantined(name, origin, error, details))
@@ -211,15 +255,39 @@ class _Collector:
         warnings.warn(text, PluginWarning, stacklevel=2)
 
     def finish(self) -> Registry:
-        origins = {name: origin for name, (_, origin) in self.backends.items()}
-        origins |= {name: origin for name, (_, origin) in self.rewrites.items()}
+        """Settle who has which name. Built-in things keep their order, strangers come by name after them."""
+        owners: dict[str, tuple[Any, str]] = {}
+        for name, claims in self.claims.items():
+            kept = [claim for claim in claims if claim[1].distribution.split()[0] == _BUILTIN][:1]
+            kept = kept or (claims if len(claims) == 1 else [])
+            for claim in kept:
+                owners[name] = (claim[0], claim[1].distribution)
+            for thing, source in claims:
+                if kept and thing is not kept[0][0]:
+                    text = f"the name {name} is already taken by {kept[0][1].distribution}"
+                    self.set_aside(name, source.distribution, text)
+                elif not kept:
+                    others = [other.distribution for _, other in claims if other is not source] or ["itself, twice"]
+                    text = f"the name {name} is also taken by {', '.join(dict.fromkeys(others))}"
+                    self.set_aside(name, source.distribution, text)
+        place = {name: n for n, name in enumerate(self.claims)}
+        own = {name for name, (_, origin) in owners.items() if origin.split()[0] == _BUILTIN}
+        ordered = sorted(
+            owners.items(), key=lambda item: (item[0] not in own, place[item[0]] if item[0] in own else 0, item[0])
+        )
         return Registry(
-            {name: thing for name, (thing, _) in self.backends.items()},
-            {name: thing for name, (thing, _) in sorted(self.rewrites.items(), key=lambda kv: kv[1][0].order)},
-            origins,
-            tuple(self.quarantined),
-            tuple(self.known_bad),
+            {name: thing for name, (thing, _) in ordered if isinstance(thing, Backend)},
+            dict(
+                sorted(
+                    ((name, thing) for name, (thing, _) in ordered if isinstance(thing, Rewrite)),
+                    key=lambda item: (item[1].order, item[0]),
+                )
+            ),
+            {name: origin for name, (_, origin) in ordered},
+            tuple(sorted(self.quarantined, key=lambda q: (q.name, q.distribution))),
+            tuple(sorted(self.known_bad, key=lambda pair: pair[0])),
             tuple(self.configs),
+            tuple(self.sources),
         )
 
 

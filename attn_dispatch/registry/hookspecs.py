@@ -37,8 +37,8 @@ def attn_dispatch_rewrites() -> list[Rewrite]:  # type: ignore[empty-body]
 
 
 @hookspec
-def attn_dispatch_known_bad() -> list[dict[str, Any]]:  # type: ignore[empty-body]
-    """Return known-bad combinations: ``{backend, version, arch, when, link}``."""
+def attn_dispatch_known_bad() -> list[dict[str, Any] | str]:  # type: ignore[empty-body]
+    """Return known-bad combinations, ``{id, backend, version, hardware, when, why, link}``, or paths of YAML files."""
 
 
 @hookspec

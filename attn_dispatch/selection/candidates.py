@@ -80,8 +80,11 @@ def _apply(rewrite: Rewrite, op: AttentionOp) -> Rewritten | Reason:
         return Reason("error", "rewrite", text=f"{type(error).__name__}: {error}", hint=_where(error))
 
 
-def reasons_of(backend: Backend, op: AttentionOp) -> tuple[Reason, ...]:
-    """A backend's reasons; one that raises or answers nonsense is refused with that as the reason."""
+def reasons_of(backend: Backend, op: AttentionOp, registry: Registry) -> tuple[Reason, ...]:
+    """A backend's reasons, and what is known to be bad where it has none itself.
+
+    One that raises or answers nonsense is refused with that as the reason.
+    """
     try:
         answer = backend.reasons_against(op)
     except Exception as error:  # noqa: BLE001 - a stranger's check; the error becomes its reason
@@ -90,7 +93,20 @@ def reasons_of(backend: Backend, op: AttentionOp) -> tuple[Reason, ...]:
     if not isinstance(answer, (list, tuple)) or not all(isinstance(reason, Reason) for reason in answer):
         text = f"its capability check must return a list of Reason, got {answer!r}"
         return (Reason("error", "capability", text=text),)
-    return tuple(answer)
+    return tuple(answer) or _known_bad(backend, op, registry)
+
+
+def _known_bad(backend: Backend, op: AttentionOp, registry: Registry) -> tuple[Reason, ...]:
+    from attn_dispatch.selection.known_bad import entries, reason_against  # late: it stands above the pins
+
+    if all(entry.backend != backend.name for entry in entries(registry)):
+        return ()
+    try:
+        version = str(backend.version())
+    except Exception as error:  # noqa: BLE001 - a stranger's backend; the error becomes its reason
+        return (Reason("error", "version", text=f"its version() raised {type(error).__name__}: {error}"),)
+    reason = reason_against(backend.name, version, op, registry)
+    return () if reason is None else (reason,)
 
 
 def _where(error: BaseException) -> str:
@@ -108,7 +124,7 @@ def _cross(found: list[Chain], registry: Registry) -> Iterator[Candidate]:
     for chain in found:
         for backend in registry.backends.values():
             name = " > ".join((*chain.names, backend.name))
-            yield Candidate(name, chain, backend, reasons_of(backend, chain.op))
+            yield Candidate(name, chain, backend, reasons_of(backend, chain.op, registry))
 
 
 def parse_name(name: str, registry: Registry) -> tuple[tuple[str, ...], str]:
@@ -148,5 +164,5 @@ def rebuild(name: str, op: AttentionOp, registry: Registry) -> Candidate | None:
             return None
         chain = Chain((*chain.names, rewrite_name), (*chain.steps, result), result.inner)
     backend = registry.backends[backend_name]
-    reasons = reasons_of(backend, chain.op)
+    reasons = reasons_of(backend, chain.op, registry)
     return None if reasons else Candidate(name, chain, backend)

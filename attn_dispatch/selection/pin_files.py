@@ -26,9 +26,10 @@ from attn_dispatch.selection.pin_yaml import Document, Problem, read_document
 from attn_dispatch.selection.pins import Pin, PinFile, Pins, When, unmatched
 
 if TYPE_CHECKING:
-    from attn_dispatch.selection.pin_models import FileModel, HardwareModel, PinModel
+    from attn_dispatch.selection.known_bad import KnownBad
+    from attn_dispatch.selection.pin_models import FileModel, HardwareModel, KnownBadModel, PinModel, WhenModel
 
-__all__ = ["Parsed", "check", "load_pins", "parse", "select"]
+__all__ = ["Parsed", "check", "load_pins", "mismatch", "parse", "parse_data", "select"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,8 @@ class Parsed:
     tuned: tuple[dict[str, Any], ...] = ()
     hardware: HardwareModel | None = None
     problems: tuple[Problem, ...] = ()
+    known_bad: tuple[KnownBad, ...] = ()
+    allow_known_bad: tuple[str, ...] = ()
 
     @property
     def device(self) -> str:
@@ -91,6 +94,15 @@ def parse(path: Path) -> Parsed:
     document = read_document(name, raw)
     if document.problems or document.data is None:  # an empty file is a file without pins
         return Parsed(name, document, problems=tuple(document.problems))
+    return _validated(name, document, str(path))
+
+
+def parse_data(name: str, data: dict[str, Any]) -> Parsed:
+    """As `parse`, of data that a plugin gives in code; its problems stand at line 1."""
+    return _validated(name, Document(name, data), name)
+
+
+def _validated(name: str, document: Document, path: str) -> Parsed:
     from pydantic import ValidationError
 
     from attn_dispatch.selection.pin_models import FileModel
@@ -103,12 +115,14 @@ def parse(path: Path) -> Parsed:
     pins = tuple(_pin(pin, n, model, document) for n, pin in enumerate(model.pins))
     problems = _repeated(pins, document) + _unspoken(pins, document) + _no_ops(model, document)
     tuned = tuple(
-        {**entry.model_dump(), "file": str(path), "where": f"{name}:{document.place(('tuned', n))[0]}"}
+        {**entry.model_dump(), "file": path, "where": f"{name}:{document.place(('tuned', n))[0]}"}
         for n, entry in enumerate(model.tuned)
     )
     if any(problem.is_error for problem in problems):
         return Parsed(name, document, problems=tuple(problems))
-    return Parsed(name, document, pins, tuned, model.hardware, tuple(problems))
+    bad = tuple(_known_bad(entry, n, document) for n, entry in enumerate(model.known_bad))
+    allow = tuple(model.allow_known_bad)
+    return Parsed(name, document, pins, tuned, model.hardware, tuple(problems), bad, allow)
 
 
 def _no_ops(model: FileModel, document: Document) -> list[Problem]:
@@ -135,11 +149,22 @@ def _shown(path: Path) -> str:
         return str(path)
 
 
+def _when(model: WhenModel) -> When:
+    return When(**{f.name: tuple(sorted(set(getattr(model, f.name)), key=str)) for f in fields(When)})
+
+
+def _known_bad(model: KnownBadModel, n: int, document: Document) -> KnownBad:
+    from attn_dispatch.selection.known_bad import KnownBad
+
+    given = {name: getattr(model, name) for name in ("id", "backend", "why", "link", "version", "instead", "hardware")}
+    where = f"{document.name}:{document.place(('known_bad', n))[0]}"
+    return KnownBad(**given, when=_when(model.when), where=where, origin=document.name)
+
+
 def _pin(model: PinModel, n: int, file: FileModel, document: Document) -> Pin:
-    asked = {f.name: tuple(sorted(set(getattr(model.when, f.name)), key=str)) for f in fields(When)}
     where = f"{document.name}:{document.place(('pins', n))[0]}"
     kind = file.hardware.device if file.hardware is not None else ""
-    return Pin(When(**asked), tuple(model.use), tuple(model.avoid), model.mode, where, kind)
+    return Pin(_when(model.when), tuple(model.use), tuple(model.avoid), model.mode, where, kind)
 
 
 def _problem(document: Document, detail: dict[str, Any]) -> Problem:
@@ -179,7 +204,7 @@ def _problem(document: Document, detail: dict[str, Any]) -> Problem:
 def _label(path: tuple[Any, ...]) -> str:
     """``"when.dtype: "``: the keys from the pin on; nothing for a whole file."""
     words = [part for part in path if isinstance(part, str)]
-    words = words[1:] if len(words) > 1 and words[0] in ("pins", "tuned") else words
+    words = words[1:] if len(words) > 1 and words[0] in ("pins", "tuned", "known_bad") else words
     return f"{'.'.join(words)}: " if words else ""
 
 
@@ -253,6 +278,8 @@ def select(parsed: Iterable[Parsed], registry: Registry) -> Pins:
     pins: list[Pin] = []
     files: list[PinFile] = []
     tuned: list[dict[str, Any]] = []
+    known_bad: list[KnownBad] = []
+    allow: set[str] = set()
     for file in parsed:
         hardware = _hardware_text(file.hardware)
         if file.errors:
@@ -261,7 +288,7 @@ def select(parsed: Iterable[Parsed], registry: Registry) -> Pins:
             _warn(f"{file.errors[0]}{tail}. The file is ignored")
             files.append(PinFile(file.name, hardware=hardware, skipped=f"broken: {file.errors[0]}"))
             continue
-        skipped = _mismatch(file.hardware)
+        skipped = mismatch(file.hardware)
         files.append(PinFile(file.name, len(file.pins), len(file.tuned), hardware, skipped))
         if skipped:
             continue
@@ -269,14 +296,16 @@ def select(parsed: Iterable[Parsed], registry: Registry) -> Pins:
             _warn(f"{problem}. {'A call that the pin matches raises' if required else 'The name is ignored'}")
         pins += [_known(pin, registry) for pin in file.pins]
         tuned += file.tuned
-    return Pins(tuple(pins), tuple(files), tuple(tuned))
+        known_bad += file.known_bad
+        allow |= set(file.allow_known_bad)
+    return Pins(tuple(pins), tuple(files), tuple(tuned), tuple(known_bad), frozenset(allow))
 
 
 def _warn(text: str) -> None:
     warnings.warn(text, ConfigWarning, stacklevel=4)
 
 
-def _mismatch(hardware: HardwareModel | None) -> str:
+def mismatch(hardware: HardwareModel | None) -> str:
     """Why a file's hardware is not this machine; empty when it is."""
     if hardware is None:
         return ""
@@ -327,7 +356,7 @@ def _name_problems(file: Parsed, registry: Registry) -> list[tuple[bool, Problem
     """Names that nobody registered: errors, or warnings in a file for another machine, where a plugin may have them.
     Each with whether the pin requires it."""
     found = []
-    is_error = not _mismatch(file.hardware)
+    is_error = not mismatch(file.hardware)
     for n, pin in enumerate(file.pins):
         for key, names in (("use", pin.use), ("avoid", pin.avoid)):
             for k, name in enumerate(names):

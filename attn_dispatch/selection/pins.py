@@ -33,6 +33,7 @@ from attn_dispatch.selection.decide import Request
 from attn_dispatch.settings import settings
 
 if TYPE_CHECKING:
+    from attn_dispatch.selection.known_bad import KnownBad
     from attn_dispatch.selection.pin_files import Parsed
 
 __all__ = ["Pin", "PinFile", "Pins", "Span", "When", "config_paths", "current_pins", "unmatched"]
@@ -269,11 +270,14 @@ class Pins:
     Args:
         pins: in order. files: all that were read, those that were skipped included.
         tuned: entries of ``tuned:`` as they stand in the files, each with its ``where``.
+        known_bad: entries of ``known_bad:``. allow_known_bad: ids of entries that may run all the same.
     """
 
     pins: tuple[Pin, ...] = ()
     files: tuple[PinFile, ...] = ()
     tuned: tuple[dict[str, Any], ...] = ()
+    known_bad: tuple[KnownBad, ...] = ()
+    allow_known_bad: frozenset[str] = frozenset()
 
     @cached_property
     def has_layers(self) -> bool:

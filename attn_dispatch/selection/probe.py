@@ -77,7 +77,8 @@ def _parts(name: str, registry: Registry) -> Registry:
     """A registry with what the candidate is made of, and the built-in backends that the guards need."""
     *rewrites, backend = name.split(" > ")
     kept = {n: b for n, b in registry.backends.items() if n == backend or n == "eager"}
-    return Registry(kept, {n: registry.rewrites[n] for n in rewrites}, registry.origins)
+    rest = {n: registry.rewrites[n] for n in rewrites}
+    return Registry(kept, rest, registry.origins, known_bad=registry.known_bad)
 
 
 def _verdict(name: str, op: AttentionOp, registry: Registry) -> Record:

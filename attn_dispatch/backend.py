@@ -76,6 +76,8 @@ class Backend:
         tested: where it has been seen to run, for the support matrix; say so honestly.
         compile_s: seconds that `compile` takes for an op it has not seen, when that is worth saying. The tuner counts
             it, and the contract suite runs such a backend on chosen cases only.
+        start_s: seconds that its library takes to start in a process, when that is worth saying. An estimate alone
+            never chooses such a backend where another can run the op: only a name or a measurement does.
     """
 
     name: str = ""
@@ -83,6 +85,7 @@ class Backend:
     hints: dict[str, str] = {}  # noqa: RUF012 - a class constant
     tested: str = "cpu"
     compile_s: float = 0.0
+    start_s: float = 0.0
 
     def version(self) -> str:
         """Version of the library behind it; part of what a tuned record depends on."""

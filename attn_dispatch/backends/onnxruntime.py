@@ -35,6 +35,7 @@ class OnnxRuntime(Backend):
 
     name = "onnxruntime"
     tested = "cpu"
+    start_s = 1.0
     hints = {  # noqa: RUF012
         "grad": "it runs forward only",
         "dropout": 'backend="sdpa_math"',

@@ -19,7 +19,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from attn_dispatch.capability import Reason
 from attn_dispatch.errors import FallbackWarning, NoBackendError
@@ -87,8 +87,9 @@ on_reset.append(_said.clear)
 def ranked(op: AttentionOp, registry: Registry) -> tuple[list[tuple[Candidate, float]], dict[str, tuple[Reason, ...]]]:
     """Legal candidates with their estimates, best first, and the reasons of all others.
 
-    Ties go to the shorter chain, then to built-in backends in their order, then to strangers by name: neither chance
-    nor the order of installation decides.
+    Those that would start another runtime (`Backend.start_s`) come last, whatever their estimate. Ties go to the
+    shorter chain, then to built-in backends in their order, then to strangers by name: neither chance nor the order of
+    installation decides.
     """
     candidates, rewrites = enumerate_candidates(op, registry)
     own = [name for name in registry.backends if registry.is_builtin(name)]
@@ -101,8 +102,13 @@ def ranked(op: AttentionOp, registry: Registry) -> tuple[list[tuple[Candidate, f
             refused[candidate.name] = (estimate,)
         else:
             legal.append((candidate, estimate))
-    legal.sort(key=lambda pair: (pair[1], len(pair[0].chain.names), position[pair[0].backend.name], pair[0].name))
+    legal.sort(key=lambda pair: _place(pair[0], pair[1], position))
     return legal, refused | {f"{name} >": (reason,) for name, reason in rewrites.items()}
+
+
+def _place(candidate: Candidate, estimate: float, position: Mapping[str, int]) -> tuple[Any, ...]:
+    starts = candidate.backend.start_s > 0
+    return (starts, estimate, len(candidate.chain.names), position[candidate.backend.name], candidate.name)
 
 
 def _estimate(candidate: Candidate, op: AttentionOp) -> float | Reason:

@@ -647,18 +647,18 @@ def test_a_state_goes_in_and_out_of_a_compiled_graph(kind):
         close(a, b, 1e-4)
 
 
-def test_the_heuristic_takes_linear_for_long_sequences_and_eager_for_short_ones():
+def test_the_heuristic_takes_linear_for_long_sequences_and_a_quadratic_form_for_short_ones():
     for variant in KINDS.values():
         long = [torch.randn(1, 4, 4096, 64) for _ in range(3)]
         short = [torch.randn(1, 4, 16, 64) for _ in range(3)]
         assert dispatch.explain(*long, is_causal=True, variant=variant).chosen == "linear"
-        assert dispatch.explain(*short, is_causal=True, variant=variant).chosen == "eager"
+        assert dispatch.explain(*short, is_causal=True, variant=variant).chosen in ("eager", "onnxruntime")
 
 
 def test_no_rewrite_loses_a_state():
     q, k, v = (x.bfloat16() for x in qkv(6))
     report = dispatch.explain(q, k, v, variant=PLAIN, is_causal=True, return_state=True)
-    assert {name for name, _ in report.legal} == {"linear", "eager"}
+    assert {name for name, _ in report.legal} - {"onnxruntime"} == {"linear", "eager"}
     assert "does not hand on a state" in str(report.refused["upcast >"][0])
 
 

@@ -106,9 +106,11 @@ def _described(node: torch.fx.Node, tensors: Sequence[Any], spec: str) -> Traced
     query, key, value, others = tensors
     options = ast.literal_eval(spec)
     names = tuple(options.pop("names"))
+    dims = tuple(tuple(_dim(size) for size in x.meta["val"].shape) for x in (query, key, value, *others))
     if node.target is _SELECT:
         described = (_desc(query), _desc(key), _desc(value), [_desc(x) for x in others])
-        return TracedCall(torch_select.describe_traced_select(*described, spec).with_(traced=True), _layer(node), names)
+        selection = torch_select.describe_traced_select(*described, spec).with_(traced=True)
+        return TracedCall(selection, _layer(node), names, dims)
     descs = {name: _desc(x) for name, x in zip(names, others, strict=True)}
     backend = options.pop("backend")
     mask = options.pop("mask")
@@ -118,7 +120,6 @@ def _described(node: torch.fx.Node, tensors: Sequence[Any], spec: str) -> Traced
         _desc(query), _desc(key), _desc(value), descs, mask=parse_mask(mask) if mask else None,
         weight=_weight(names, options["linear"]), **kept,
     )  # fmt: skip
-    dims = tuple(tuple(_dim(size) for size in x.meta["val"].shape) for x in (query, key, value, *others))
     return TracedCall(op, _layer(node), names, dims, backend)
 
 

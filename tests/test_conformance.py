@@ -164,7 +164,9 @@ PROCESS = {
 
 
 @pytest.mark.parametrize("kind", PROCESS)
-def test_a_change_of_the_process_is_a_lie_and_is_undone(kind, capsys):
+def test_a_change_of_the_process_is_a_lie_and_is_undone(kind, capsys, monkeypatch):
+    # a thread that an earlier test left behind would make the guard spare the random numbers
+    monkeypatch.setattr("attn_dispatch.registry.guarding.threading.active_count", lambda: 1)
     change, words = PROCESS[kind]
 
     def attention(op, q, k, v, t):

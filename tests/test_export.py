@@ -127,6 +127,21 @@ def test_other_dtypes_keep_their_budget(dtype, form, options, tmp_path):
     assert all(check.ok for check in export().checks)
 
 
+def test_a_model_for_another_runtime_holds_what_the_specification_says(tmp_path):
+    class Half(torch.nn.Module):
+        def forward(self, q):
+            return dispatch.attention(q, q, q)
+
+    q = torch.randn(1, 2, 5, 8, dtype=torch.bfloat16)
+    here = export_onnx(Half().eval(), (q,), tmp_path / "a.onnx")
+    there = export_onnx(Half().eval(), (q,), tmp_path / "b.onnx", runtime="specification", verify=False)
+    assert ("Cast" in here.nodes) == ("bfloat16" not in proven("cpu"))
+    assert there.nodes == {"Attention": 1}
+    assert there.checks == ()
+    with pytest.raises(ExportError, match="runtime must be 'installed' or 'specification', got 'tensorrt'"):
+        export_onnx(Half().eval(), (q,), tmp_path / "c.onnx", runtime="tensorrt")
+
+
 @pytest.mark.parametrize("window", [(None, 0), (3, 0)], ids=["causal", "window"])
 def test_the_contrib_form_decodes_one_sequence(window, tmp_path):
     model = Block(window=window).eval()

@@ -180,7 +180,7 @@ _PROBES: dict[str, Callable[[], _Probe | tuple[_Probe, ...]]] = {
     "softcap": lambda: _some_rows(score=(SoftCap(0.5),)),
     "gqa": lambda: _probe(heads=(4, 2)),
     "weights": lambda: _some_rows(outputs=Outputs(weights=True)),
-    "float16": lambda: _some_rows("float16", times=100.0),  # scores of 1e5
+    "float16": lambda: _some_rows("float16", times=400.0),  # scores beyond 65504
     "bfloat16": lambda: _some_rows("bfloat16"),
     "float64": lambda: _some_rows("float64"),
     "contrib_gqa": lambda: _probe(Causal(), END, heads=(4, 2), form="contrib", sq=1),

@@ -102,6 +102,7 @@ def export_command(
     form: Annotated[list[str] | None, typer.Option("--form", help="standard, decomposed, contrib, function.")] = None,
     verify: Annotated[bool, typer.Option("--verify/--no-verify", help="Run it on onnxruntime beside torch.")] = True,
     replace_sdpa: Annotated[bool, typer.Option("--replace-sdpa", help="Lower F.scaled_dot_product_attention.")] = False,
+    runtime: Annotated[str, typer.Option("--runtime", help="Write for: installed, specification.")] = "installed",
     external: Annotated[bool, typer.Option("--external-data", help="Weights in a file of their own.")] = False,
     compare: Annotated[bool, typer.Option("--compare", help="minilm, smollm2: parity, time beside torch.")] = False,
     tokens: Annotated[int, typer.Option("--tokens", min=1, help="Greedy tokens to compare.")] = 32,
@@ -111,7 +112,7 @@ def export_command(
     from attn_dispatch.cli.export import Wanted, run
 
     forms = tuple(form or ("standard",))
-    wanted = Wanted(model, out, opset, forms, verify, replace_sdpa, external, compare, tokens, as_json)
+    wanted = Wanted(model, out, opset, forms, verify, replace_sdpa, external, runtime, compare, tokens, as_json)
     raise typer.Exit(run(wanted))
 
 

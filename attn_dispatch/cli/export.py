@@ -27,6 +27,7 @@ class Wanted:
     verify: bool = True
     replace_sdpa: bool = False
     external_data: bool = False
+    runtime: str = "installed"
     compare: bool = False
     tokens: int = 32
     as_json: bool = False
@@ -43,7 +44,7 @@ def run(wanted: Wanted) -> int:
     exportable = load(wanted.model)
     report = export_onnx(
         **exportable._asdict(), path=wanted.out, opset=wanted.opset, form=wanted.forms, verify=wanted.verify,
-        replace_sdpa=wanted.replace_sdpa, external_data=True if wanted.external_data else None,
+        replace_sdpa=wanted.replace_sdpa, runtime=wanted.runtime, external_data=True if wanted.external_data else None,
     )  # fmt: skip
     data = report.to_dict()
     if not wanted.as_json:

@@ -45,6 +45,7 @@ def export_onnx(
     output_names: Sequence[str] | None = None,
     replace_sdpa: bool = False,
     external_data: bool | None = None,
+    runtime: str = "installed",
     verify: bool | Sequence[Sequence[Any]] = True,
 ) -> ExportReport:
     """Write a model as ONNX, each `dispatch.attention` in it lowered from its op and not from traced tensor code.
@@ -65,6 +66,8 @@ def export_onnx(
         input_names, output_names: names in the graph.
         replace_sdpa: send ``F.scaled_dot_product_attention`` of the model through the dispatcher while tracing.
         external_data: weights in a file of their own beside it; None does so above 1.9 GB.
+        runtime: ``"installed"`` works around what the onnxruntime here was seen to do wrongly on its CPU provider (casts
+            half precision to float32, writes masks out); ``"specification"`` writes what ONNX says, for another one.
         verify: run on onnxruntime beside torch at the sizes given, at 1, at odd ones, and with an empty past; or
             further arguments to run with, a list of ``args``. False runs nothing.
 
@@ -86,6 +89,8 @@ def export_onnx(
         (1, 1)
     """
     forms = _forms(form)
+    if runtime not in ("installed", "specification"):
+        raise ExportError(f"runtime must be 'installed' or 'specification', got {runtime!r}")
     _check_opset(opset)
     target_path = Path(path)
     if not target_path.parent.is_dir():
@@ -93,8 +98,8 @@ def export_onnx(
     args, named = tuple(args), dict(kwargs or {})
     traced = trace(model, args, named, torch_shapes(dynamic_shapes), replace_sdpa)
     told = _told(traced)
-    proven, runtime = _proven()
-    targets = choose_form(traced.calls, forms, lambda name: Target(name, opset, proven, runtime))
+    proven, here = _proven(runtime)
+    targets = choose_form(traced.calls, forms, lambda name: Target(name, opset, proven, here))
     graph = to_onnx_graph(traced, min(opset, _TORCH_OPSETS[-1]), input_names, output_names)
     _raise_opset(graph, opset)
     calls = place(graph, traced.calls, targets, opset)
@@ -117,7 +122,7 @@ def export_onnx(
     name = form if isinstance(form, str) else ", ".join(form)
     return ExportReport(
         target_path, opset, name, dict(graph.opset_imports), tuple(calls), counts, total, tuple(checks),
-        runtime if checks else "", tuple(told),
+        _runtime_here() if checks else "", tuple(told),
     )  # fmt: skip
 
 
@@ -169,11 +174,17 @@ def _told(traced: Traced) -> list[str]:
     return told
 
 
-def _proven() -> tuple[frozenset[str], str]:
-    """What the onnxruntime here does rightly; the specification where there is none."""
+def _runtime_here() -> str:
+    from attn_dispatch.backends.ort_sessions import runtime
+
+    return str(runtime("cpu"))
+
+
+def _proven(wanted: str) -> tuple[frozenset[str], str]:
+    """What the onnxruntime here does rightly; the specification where there is none, or where it is wanted."""
     from attn_dispatch.backends.onnxruntime import OnnxRuntime
 
-    if OnnxRuntime().unavailable() is not None:
+    if wanted == "specification" or OnnxRuntime().unavailable() is not None:
         return SPECIFIED, "a runtime that follows the specification"
     from attn_dispatch.backends.ort_probes import proven
     from attn_dispatch.backends.ort_sessions import runtime

@@ -123,8 +123,8 @@ def make_runner(model: bytes, device_type: str, inputs: Sequence[str], outputs: 
         threads = torch.get_num_threads()
         session = sessions.get(threads) or session_for(threads, threads, 0)
         if getattr(own, "session", None) is not session:
-            own.session, own.binding = session, session.io_binding()
-        session.run_with_iobinding(bind(own.binding, "cpu", inputs, given, outputs, results))
+            own.session, own.binding, own.bound = session, session.io_binding(), {}
+        session.run_with_iobinding(bind(own.binding, "cpu", inputs, given, outputs, results, own.bound))
 
     def on_cuda(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         from onnxruntime import RunOptions
@@ -149,19 +149,24 @@ def bind(
     given: Sequence[torch.Tensor],
     outputs: Sequence[str],
     results: Sequence[torch.Tensor],
+    bound: dict[str, tuple[int, torch.Size]] | None = None,
 ) -> Any:
     """Fill a binding with tensors by address; it holds no reference to them, so keep them until the run is over.
 
     Args:
         binding: of a session; what it held under the same names is replaced.
         given, results: contiguous tensors on the device.
+        bound: what the binding holds, by name, as ``(address, shape)``: the same is not bound again.
 
     Returns:
         The binding.
     """
     index = torch.cuda.current_device() if device_type == "cuda" else 0
-    for name, x in zip(inputs, given, strict=True):
-        binding.bind_input(name, device_type, index, ELEMENTS[x.dtype], x.shape, x.data_ptr())
-    for name, x in zip(outputs, results, strict=True):
-        binding.bind_output(name, device_type, index, ELEMENTS[x.dtype], x.shape, x.data_ptr())
+    bound = {} if bound is None else bound
+    for names, tensors, put in ((inputs, given, binding.bind_input), (outputs, results, binding.bind_output)):
+        for name, x in zip(names, tensors, strict=True):
+            at = (x.data_ptr(), x.shape)
+            if bound.get(name) != at:
+                put(name, device_type, index, ELEMENTS[x.dtype], x.shape, at[0])
+                bound[name] = at
     return binding

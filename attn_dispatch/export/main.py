@@ -66,8 +66,8 @@ def export_onnx(
         input_names, output_names: names in the graph.
         replace_sdpa: send ``F.scaled_dot_product_attention`` of the model through the dispatcher while tracing.
         external_data: weights in a file of their own beside it; None does so above 1.9 GB.
-        runtime: ``"installed"`` works around what the onnxruntime here was seen to do wrongly on the CPU (half precision
-            through float32, masks as tensors); ``"specification"`` writes what ONNX says, for another one.
+        runtime: ``"installed"`` works around what the onnxruntime here was seen to do wrongly on the CPU (half
+            precision goes through float32, masks are tensors); ``"specification"`` writes what ONNX says, for another.
         verify: run on onnxruntime beside torch at the sizes given, at 1, at odd ones, and with an empty past; or
             further arguments to run with, a list of ``args``. False runs nothing.
 

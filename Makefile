@@ -8,7 +8,12 @@ ORT_VENV ?= .venv-onnxruntime
 ORT_STAMP := $(ORT_VENV)/.installed
 SITE = import sysconfig; print(sysconfig.get_path("purelib"))
 
-.PHONY: demo test test-onnxruntime check docs bench clean
+# The plugins, installed beside what the first environment has; a .pth file shows its packages.
+PLUGIN_VENV ?= .venv-plugins
+PLUGIN_STAMP := $(PLUGIN_VENV)/.installed
+PLUGINS := openvino flash_attn flashinfer fla
+
+.PHONY: demo test test-onnxruntime test-plugins check docs bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -39,6 +44,19 @@ $(ORT_STAMP): $(STAMP) constraints-onnxruntime.txt
 test-onnxruntime: $(ORT_STAMP)
 	$(ORT_VENV)/bin/python -m pytest -m onnx
 
+$(PLUGIN_STAMP): $(STAMP) $(wildcard plugins/*/pyproject.toml)
+	rm -rf $(PLUGIN_VENV)
+	$(BIN)/python -m venv $(PLUGIN_VENV)
+	$(BIN)/python -c '$(SITE)' > $$($(PLUGIN_VENV)/bin/python -c '$(SITE)')/first.pth
+	$(PLUGIN_VENV)/bin/pip install --quiet --disable-pip-version-check openvino -c constraints.txt
+	for name in $(PLUGINS); do \
+		$(PLUGIN_VENV)/bin/pip install --quiet --disable-pip-version-check --no-deps \
+			-e plugins/$$name || exit 1; done
+	touch $@
+
+test-plugins: $(PLUGIN_STAMP)
+	for name in $(PLUGINS); do $(PLUGIN_VENV)/bin/python -m pytest plugins/$$name/tests || exit 1; done
+
 check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -51,4 +69,4 @@ bench: $(STAMP)
 	$(BIN)/attn-dispatch bench
 
 clean:
-	rm -rf $(VENV) $(ORT_VENV) build dist *.egg-info
+	rm -rf $(VENV) $(ORT_VENV) $(PLUGIN_VENV) build dist *.egg-info

@@ -88,6 +88,8 @@ def select(
         >>> select(q, k, w, 2).tolist()
         [[[0, 1], [1, 2]]]
     """
+    if isinstance(q_offset, torch.SymInt):  # a length of an exported model: a value of the graph
+        q_offset = torch.full((1,), q_offset, dtype=torch.int64, device=query_idx.device)
     named: dict[str, Any] = {"key_lengths": key_lengths, "q_offset": q_offset}
     op, tensors = _describe(
         query_idx,

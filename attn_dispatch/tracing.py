@@ -69,13 +69,19 @@ def compiled(
     variant: Any, layout: Any, return_lse: Any, return_weights: Any, backend: Any,
 ) -> Any:  # fmt: skip
     """`dispatch.attention` while Dynamo traces it."""
+    if torch.compiler.is_exporting():
+        if q_offset is not None and not isinstance(q_offset, torch.Tensor):  # Dynamo tells no symbol from a number
+            q_offset = torch.full((1,), q_offset, dtype=torch.int64, device=query.device)
+        return exported(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, bias, sinks,
+            query_lengths, key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,
+        )  # fmt: skip
     softmax = None if isinstance(variant, Softmax) else variant
     extras = (window, softcap or None, bias, sinks, query_lengths, key_lengths, q_offset, softmax, return_lse,
               return_weights, backend, context.in_use)  # fmt: skip
     grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
     refused = grouped and enable_gqa is False  # by the frontend, inside the operator: Dynamo cannot raise our errors
-    plain = not (refused or torch.compiler.is_exporting() or _somebody_chose())
-    if plain and _is_sdpa(query, attn_mask, is_causal, scale, layout, extras):
+    if not refused and not _somebody_chose() and _is_sdpa(query, attn_mask, is_causal, scale, layout, extras):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
         )
@@ -108,7 +114,13 @@ def exported(
     q, k, v = form.pack(query, key, value)
     if isinstance(q_offset, torch.SymInt):  # a length of the model: a value of the graph, not a number in it
         q_offset = torch.full((1,), q_offset, dtype=torch.int64, device=q.device)  # type: ignore[call-overload]
-    arguments = (attn_mask, dropout_p, is_causal, scale, None, window, softcap, bias, sinks, query_lengths,
+    window = None if window is None else tuple(None if end is None else _number("window", end, int) for end in window)
+    scale, softcap = (
+        None if x is None else _number(name, x, float) for name, x in (("scale", scale), ("softcap", softcap))
+    )
+    query_lengths, key_lengths = (torch.as_tensor(x) if isinstance(x, (list, tuple)) else x
+                                  for x in (query_lengths, key_lengths))  # fmt: skip
+    arguments = (attn_mask, float(dropout_p), bool(is_causal), scale, None, window, softcap, bias, sinks, query_lengths,
                  key_lengths, q_offset, variant)  # fmt: skip
     if torch.onnx.is_in_onnx_export() or backend == "eager":
         results = _in_plain_operators(q, k, v, arguments, return_lse, return_weights, backend)
@@ -117,6 +129,14 @@ def exported(
 
         results = torch_op.call(q, k, v, *arguments, "bhsd", return_lse, return_weights, backend)
     return _unpacked(results, form)
+
+
+def _number(name: str, value: Any, kind: type) -> Any:
+    """A number of the call as one of Python's own: it is written into the graph."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        problem = f"{name} depends on a length of the model, which an exported call cannot hold"
+        raise InputError(problem, remedy=f"a number for {name}; q_offset and lengths may be tensors")
+    return kind(value)
 
 
 def _unpacked(results: Any, form: shapes.Form) -> Any:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,10 +86,13 @@ def load(name: str) -> Exportable:
     remedy = "minilm, smollm2, a folder that transformers can load, or module:function"
     if not function:
         raise InputError(f"there is no model {name!r}", remedy=remedy)
+    sys.path.insert(0, os.getcwd())  # as `python -m` has it
     try:
         make = getattr(importlib.import_module(module), function)
     except (ImportError, AttributeError) as error:
         raise InputError(f"{name}: {error}", remedy=remedy) from None
+    finally:
+        sys.path.remove(os.getcwd())
     return _as_exportable(name, make())
 
 
@@ -112,7 +117,7 @@ def _as_exportable(name: str, made: Any) -> Exportable:
     if isinstance(made, Exportable):
         return made
     if isinstance(made, dict) and {"model", "args"} <= set(made):
-        rest = {"dynamic_shapes": None, "input_names": None, "output_names": None}
+        rest = {"kwargs": None, "dynamic_shapes": None, "input_names": None, "output_names": None}
         if not (unknown := set(made) - {"model", "args", *rest}):
             return Exportable(**{**rest, **made})
         raise InputError(

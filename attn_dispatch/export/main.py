@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import tempfile
 import warnings
 from collections import Counter
@@ -93,6 +92,8 @@ def export_onnx(
         raise ExportError(f"runtime must be 'installed' or 'specification', got {runtime!r}")
     _check_opset(opset)
     target_path = Path(path)
+    if target_path.is_dir():
+        raise ExportError(f"{target_path} is a folder; path is the file to write")
     if not target_path.parent.is_dir():
         raise ExportError(f"there is no folder {target_path.parent} to write {target_path.name} into")
     args, named = tuple(args), dict(kwargs or {})
@@ -100,7 +101,10 @@ def export_onnx(
     told = _told(traced)
     proven, here = _proven(runtime)
     targets = choose_form(traced.calls, forms, lambda name: Target(name, opset, proven, here))
-    graph = to_onnx_graph(traced, min(opset, _TORCH_OPSETS[-1]), input_names, output_names)
+    try:
+        graph = to_onnx_graph(traced, min(opset, _TORCH_OPSETS[-1]), input_names, output_names)
+    finally:
+        traced.unmark()
     _raise_opset(graph, opset)
     calls = place(graph, traced.calls, targets, opset)
     sizes = sizes_of(traced.program, model, args, named, dynamic_shapes)
@@ -115,7 +119,9 @@ def export_onnx(
             checks = _verified(written[0], run, args, named, sizes, more)
         total = sum(file.stat().st_size for file in written)
         for file in reversed(written):  # the model last: it names its data
-            shutil.move(file, target_path.parent / file.name)
+            os.replace(file, target_path.parent / file.name)
+    if checks and sizes.example and not [check for check in checks[1:] if not check.skipped]:
+        told.append(f"no other sizes than the example's could be checked: {checks[-1].skipped or 'none were chosen'}")
     for text in told:
         warnings.warn(ExportWarning(text), stacklevel=2)
     counts = Counter(node.op_type for node in graph.graph.all_nodes())

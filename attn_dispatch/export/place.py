@@ -11,7 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import NameFixPass
 
 from attn_dispatch.capability import Reason
-from attn_dispatch.errors import ExportError
+from attn_dispatch.errors import ExportError, UnknownBackendError
 from attn_dispatch.export.report import Call
 from attn_dispatch.export.trace import DOMAIN, TracedCall
 from attn_dispatch.ir.ops import AttentionOp
@@ -80,6 +80,9 @@ def place(model: ir.Model, calls: Sequence[TracedCall], targets: Sequence[Target
         for old, new_value in zip(outputs, results, strict=True):
             new_value.type = new_value.type or old.type
             new_value.shape = new_value.shape or old.shape
+            if old.is_graph_output():  # it keeps its name, and is no other output's value
+                made.append(_copy(new_value, old, opset))
+                new_value = made[-1].outputs[0]
             old.replace_all_uses_with(new_value, replace_graph_outputs=True)
         model.graph.insert_before(node, made)
         model.graph.remove(node, safe=True)
@@ -101,6 +104,14 @@ def place(model: ir.Model, calls: Sequence[TracedCall], targets: Sequence[Target
     kept = [{**_plain(call), "op_dict": _shown(calls[index].op).to_dict()} for index, call in found]
     model.metadata_props[METADATA] = json.dumps(kept)
     return [call for _, call in found]
+
+
+def _copy(value: ir.Value, old: ir.Value, opset: int) -> ir.Node:
+    node = ir.Node("", "Identity", [value], num_outputs=1, version=opset)
+    copied = node.outputs[0]
+    copied.name, copied.type, copied.shape = old.name, value.type, value.shape
+    old.name = None
+    return node
 
 
 def _shown(op: AttentionOp | SelectOp) -> AttentionOp | SelectOp:
@@ -128,7 +139,10 @@ def decide_here(op: AttentionOp | SelectOp, wishes: Sequence[Any]) -> str:
 
     if isinstance(op, SelectOp):
         return "select (there is one way to run it)"
-    report = explain_op(op, wishes, current())
+    try:
+        report = explain_op(op, wishes, current())
+    except UnknownBackendError as error:  # the file is for any machine; this one does not have it
+        return str(error).splitlines()[0]
     return f"{report.chosen} ({report.source}: {report.why})" if report.chosen else report.error.splitlines()[0]
 
 

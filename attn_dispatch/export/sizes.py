@@ -50,7 +50,8 @@ def torch_shapes(shapes: Any) -> Any:
     if isinstance(shapes, Mapping):
         return {key: torch_shapes(value) for key, value in shapes.items()}
     if isinstance(shapes, (list, tuple)):
-        return type(shapes)(torch_shapes(value) for value in shapes)
+        values = [torch_shapes(value) for value in shapes]
+        return type(shapes)(*values) if hasattr(shapes, "_fields") else type(shapes)(values)
     return shapes
 
 
@@ -91,8 +92,8 @@ def _names(model: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], shapes:
         return
     forward = model.forward if isinstance(model, torch.nn.Module) else model
     if isinstance(shapes, Mapping):
-        bound = inspect.signature(forward).bind(*args, **kwargs).arguments if callable(forward) else kwargs
-        pairs = [(value, shapes.get(name)) for name, value in bound.items()]
+        given = list(inspect.signature(forward).bind_partial(*args).arguments.items())  # positional ones, then as given
+        pairs = [(value, shapes.get(name)) for name, value in [*given, *kwargs.items()]]
     else:
         pairs = list(zip((*args, *kwargs.values()), shapes, strict=False))
     for value, shape in pairs:
@@ -128,6 +129,6 @@ def resized(tensors: Sequence[torch.Tensor], shapes: Sequence[tuple[int, ...]]) 
                 raise ExportError(
                     f"the example has a tensor of shape {list(x.shape)}: its dynamic sizes must be above 0"
                 )
-            x = x.index_select(dim, torch.arange(size) % max(x.shape[dim], 1))
+            x = x.index_select(dim, torch.arange(size, device=x.device) % max(x.shape[dim], 1))
         results.append(x)
     return results

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import logging
+import re
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -56,11 +57,18 @@ class Traced:
 
     Args:
         program: torch's. calls: by the index that its operator carries. others: layers whose attention is torch's own.
+        marked: the nodes that carry an index, and the arguments that they had before.
     """
 
     program: torch.export.ExportedProgram
     calls: tuple[TracedCall, ...]
     others: tuple[str, ...]
+    marked: tuple[tuple[torch.fx.Node, Any], ...] = ()
+
+    def unmark(self) -> None:
+        """Take the marks out of the program again: it may be the caller's."""
+        for node, args in self.marked:
+            node.args = args
 
 
 def trace(
@@ -73,6 +81,9 @@ def trace(
         ExportError: torch cannot trace it; the message is torch's.
     """
     if isinstance(model, torch.export.ExportedProgram):
+        if replace_sdpa or dynamic_shapes is not None:
+            name = "replace_sdpa" if replace_sdpa else "dynamic_shapes"
+            raise ExportError(f"{name} means nothing for a program that torch.export has traced: give the model itself")
         program = model
     else:
         from attn_dispatch.integrations.sdpa import replace_sdpa as replacing
@@ -84,16 +95,55 @@ def trace(
         except Exception as error:
             name = type(model).__name__
             raise ExportError(f"torch.export cannot trace {name}: {type(error).__name__}: {error}") from error
-    calls, others = [], []
+    _refuse(program)
+    calls, others, marked = [], [], []
     for node in program.graph.nodes:
         if node.target in _OPERATORS:
             *tensors, spec = node.args
             calls.append(_described(node, tensors, spec))
+            marked.append((node, node.args))
             # the index stands in the string that the operator takes: it survives every retracing
-            node.args = (*node.args[:4], f"{{'call': {len(calls) - 1}, {spec[1:]}")
+            bare = re.sub(r"^\{'call': \d+, ", "{", spec)
+            node.args = (*node.args[:4], f"{{'call': {len(calls) - 1}, {bare[1:]}")
         elif "scaled_dot_product" in str(node.target):
             others.append(_layer(node))
-    return Traced(program, tuple(calls), tuple(dict.fromkeys(others)))
+    return Traced(program, tuple(calls), tuple(dict.fromkeys(others)), tuple(marked))
+
+
+def _refuse(program: torch.export.ExportedProgram) -> None:
+    """What an ONNX graph has no place for.
+
+    Raises:
+        ExportError: which buffers or arguments the model writes to; attention in a part of its own.
+    """
+    if changed := _written(program):
+        names = ", ".join(changed)
+        raise ExportError(f"the model writes to {names}, which an ONNX graph cannot: make it an input and an output")
+    for module in program.graph_module.modules():
+        if module is program.graph_module or not isinstance(module, torch.fx.GraphModule):
+            continue
+        if any(node.target in _OPERATORS for node in module.graph.nodes):
+            where = "torch.cond, a loop, torch.autocast or torch.no_grad"
+            raise ExportError(f"an attention call stands inside {where}: export the model without that around it")
+
+
+def _written(program: torch.export.ExportedProgram) -> list[str]:
+    """The buffers and arguments that a program writes to, in place or by its signature."""
+    signature = program.graph_signature
+    names = {**signature.inputs_to_buffers, **{name: name for name in signature.user_inputs if isinstance(name, str)}}
+    found = [*signature.buffers_to_mutate.values(), *signature.user_inputs_to_mutate.values()]
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if node.op != "call_function" or schema is None or not schema.is_mutable:
+            continue
+        target = node.args[0] if node.args else None
+        while isinstance(target, torch.fx.Node) and target.op == "call_function":  # back through views of it
+            aliased = getattr(target.target, "_schema", None)
+            is_view = aliased is not None and aliased.arguments and aliased.arguments[0].alias_info is not None
+            target = target.args[0] if is_view else None
+        if isinstance(target, torch.fx.Node) and target.op == "placeholder":
+            found.append(names.get(target.name, target.name))
+    return list(dict.fromkeys(found))
 
 
 def _layer(node: torch.fx.Node) -> str:
@@ -116,8 +166,11 @@ def _described(node: torch.fx.Node, tensors: Sequence[Any], spec: str) -> Traced
     mask = options.pop("mask")
     kept = {name: options[name] for name in ("dropout_p", "is_causal", "scale", "window", "softcap", "q_offset")}
     kept |= {name: options[name] for name in ("return_lse", "return_weights", "return_state")}
+    q, k, v = (_desc(x) for x in (query, key, value))
+    if k.shape[2] == q.shape[2] and dims[0][2] != dims[1][2]:  # equal in the example alone: let nothing rest on it
+        k, v = (x.with_shape(*x.shape[:2], x.shape[2] + 1, x.shape[3]) for x in (k, v))
     op = describe_traced(
-        _desc(query), _desc(key), _desc(value), descs, mask=parse_mask(mask) if mask else None,
+        q, k, v, descs, mask=parse_mask(mask) if mask else None,
         weight=_weight(names, options["linear"]), **kept,
     )  # fmt: skip
     return TracedCall(op, _layer(node), names, dims, backend)

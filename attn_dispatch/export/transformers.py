@@ -17,6 +17,7 @@ class Exportable(NamedTuple):
     dynamic_shapes: Any = None
     input_names: list[str] | None = None
     output_names: list[str] | None = None
+    kwargs: dict[str, Any] | None = None
 
 
 def encoder(model: Any) -> Exportable:
@@ -43,7 +44,8 @@ def decoder(model: Any) -> Exportable:
         model: from ``AutoModelForCausalLM.from_pretrained(..., attn_implementation="attn_dispatch")``.
     """
     config = model.config
-    layers, heads = config.num_hidden_layers, config.num_key_value_heads
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    layers = config.num_hidden_layers
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     batch, rows, past = 2, 3, 4
     ids = torch.arange(batch * rows).reshape(batch, rows) % min(config.vocab_size, 100)

@@ -33,6 +33,11 @@ __all__ = [
 _MOST_VALUES = 1 << 20  # of a block table that counts by value; a larger one is a tensor of the call
 
 
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether it can be read: on the CPU, and not the stand-in of a tracer."""
+    return tensor.device.type == "cpu" and type(tensor) in (torch.Tensor, torch.nn.Parameter)
+
+
 def _yes(like: torch.Tensor) -> torch.Tensor:
     return torch.ones((1, 1), dtype=torch.bool, device=like.device)
 
@@ -281,7 +286,7 @@ class BlockTable(Mask):
     def __post_init__(self) -> None:
         _require(self.block >= 1, f"block must be >= 1, got {self.block}")
         table = holding(self.table)
-        if isinstance(table, Held) and table.tensor.device.type == "cpu" and table.tensor.numel() <= _MOST_VALUES:
+        if isinstance(table, Held) and _has_values(table.tensor) and table.tensor.numel() <= _MOST_VALUES:
             table = Table.of(table.tensor.bool())  # a pattern is part of what the op is: it counts by value
         object.__setattr__(self, "table", table)
 

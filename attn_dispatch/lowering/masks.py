@@ -244,7 +244,7 @@ def _block_table(mask: atoms.BlockTable, grid: Grid) -> Value:
         return result
 
     if grid.per_batch:
-        rows = n("Gather", table, index(q_block, counts[0], grid.batch, grid.sq), axis=1)  # [H, B, Sq, nk]
+        rows = n("Gather", table, index(q_block, counts[0], -1, grid.sq), axis=1)  # [H, B, Sq, nk]
         rows = n("Transpose", rows, perm=[1, 0, 2, 3])
     else:
         rows = n("Gather", table, index(q_block, counts[0], grid.sq), axis=1)  # [H, Sq, nk]

@@ -212,7 +212,7 @@ def test_an_exported_call_serves_all_lengths(name, backend, strict):
     program = torch.export.export(module, tuple(qkv()), dynamic_shapes=shapes, strict=strict)
     operators = [n for n in program.graph.nodes if "attn_dispatch" in str(n.target)]
     # plain ATen ops only where somebody asked for the specification, which runs without this package
-    assert len(operators) == (0 if backend == "eager" and not strict else 1)
+    assert len(operators) == (0 if backend == "eager" else 1)
     for lengths in ((5, 7), (3, 11), (9, 9), (30, 40)):
         inputs = qkv(*lengths)
         for got, want in zip(parts(program.module()(*inputs)), parts(module(*inputs)), strict=True):

@@ -30,6 +30,9 @@ _OPSET = 24
 _DISTRIBUTIONS = ("onnxruntime", "onnxruntime-gpu")
 
 
+_broken: list[Reason] = []  # why onnxruntime, though installed, could not be imported in this process
+
+
 class OnnxRuntime(Backend):
     """An op as a model of its own, in sessions that take torch's tensors by address."""
 
@@ -58,11 +61,10 @@ class OnnxRuntime(Backend):
     )
 
     def version(self) -> str:
-        found = installed()
-        return ", ".join(f"{name} {number}" for name, number in found.items()) or "not installed"
+        return next(iter(installed().values()), "not installed")
 
     def unavailable(self) -> Reason | None:
-        return _missing()
+        return _broken[0] if _broken else _missing()
 
     def extra_reasons(self, op: AttentionOp) -> list[Reason]:
         if op.device == "cuda" and "onnxruntime-gpu" not in installed():
@@ -76,7 +78,8 @@ class OnnxRuntime(Backend):
 
         target = self.target_for(op)
         said = "; ".join(str(verdict).partition(" (")[0] for verdict in verdicts(op.device))
-        return [f"{self.name}: {target.form} form at opset {target.opset} on {runtime(op.device)}; probes: {said}"]
+        where = f"{runtime(op.device)} ({', '.join(installed())})"
+        return [f"{self.name}: {target.form} form at opset {target.opset} on {where}; probes: {said}"]
 
     def target_for(self, op: AttentionOp) -> Any:
         """What `compile` lowers an op for, a `lowering.target.Target`."""
@@ -87,17 +90,14 @@ class OnnxRuntime(Backend):
         from attn_dispatch.backends.ort_sessions import make_runner
         from attn_dispatch.lowering.model import input_names, output_names
 
-        return make_runner(model, op.device, input_names(op), output_names(op))
+        return make_runner(model, op.device, tuple(input_names(op)), tuple(output_names(op)))
 
     def compile(self, op: AttentionOp) -> Executable:
-        import onnx_ir
-
-        from attn_dispatch.lowering.model import build_model
-
         names = [name for name, _ in op.operands]
 
         def runner_of(now: AttentionOp) -> Any:
-            return self.runner_for(now, onnx_ir.to_proto(build_model(now, self.target_for(now))).SerializeToString())
+            opened = _opened(now)
+            return self.runner_for(opened, _model_of(opened, self.target_for(opened)))
 
         # A model is open in batch and lengths. Heads and sizes of 1 are fixed in it, and rewrites run their op at
         # others too (merge_parts its last part, trim_lengths rows of a bias): each set gets a model when it comes.
@@ -107,7 +107,7 @@ class OnnxRuntime(Backend):
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
             rows = q.shape[:3]
-            given = [x.contiguous() for x in (q, k, v, *(t[name] for name in names))]
+            given = [x.resolve_neg().contiguous() for x in (q, k, v, *(t[name] for name in names))]
             results = [q.new_empty((*rows, v.shape[3]))]
             results += [q.new_empty(rows, dtype=state_dtype(q.dtype))] if lse else []
             results += [q.new_empty((*rows, k.shape[2]))] if weights else []
@@ -149,6 +149,25 @@ def _new_state(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return LinearState(q.new_empty((*sizes, v.shape[3]), dtype=acc), z, length)
 
 
+def _opened(op: AttentionOp) -> AttentionOp:
+    """The op at sizes that stand for all: its model is the same for every batch and length.
+
+    What a model fixes stays: heads, sizes of 1 in operands, and whether the linear family has as many queries as keys.
+    """
+    square = isinstance(op.weight, Linear) and op.Sq == op.Skv
+    return op.resized(2, 4, 4) if square else op.resized(2, 3, 5)
+
+
+@functools.lru_cache(maxsize=256)
+def _model_of(op: AttentionOp, target: Any) -> bytes:
+    """The serialised model of an opened op."""
+    import onnx_ir
+
+    from attn_dispatch.lowering.model import build_model
+
+    return onnx_ir.to_proto(build_model(op, target)).SerializeToString()
+
+
 def _at_sizes(op: AttentionOp, given: Sequence[torch.Tensor]) -> AttentionOp:
     """The op as these tensors have it, query, key, value and the operands in order."""
     query, key, value, *operands = (tuple(x.shape) for x in given)
@@ -172,6 +191,7 @@ def form_for(op: AttentionOp) -> Any:
     Raises:
         BackendError: no form is; the probes of plain operators failed.
     """
+    _import()
     from attn_dispatch.backends.ort_probes import proven
     from attn_dispatch.backends.ort_sessions import runtime
     from attn_dispatch.lowering.forms import reasons_against
@@ -186,16 +206,35 @@ def form_for(op: AttentionOp) -> Any:
     raise BackendError(f"no ONNX form of {op} is right on {runtime(op.device)}: {reasons}")
 
 
+def _import() -> None:
+    """Import the libraries; a failure is a reason from then on, so that nothing chooses the backend again.
+
+    Raises:
+        BackendError: they are installed and cannot be imported.
+    """
+    try:
+        import onnx_ir  # noqa: F401
+        import onnxruntime  # noqa: F401
+    except Exception as error:
+        text = f"onnxruntime cannot be imported: {type(error).__name__}: {error}"
+        _broken.append(Reason("version", "onnxruntime", None, "importable", "reinstall it", text))
+        raise BackendError(f"{text}\n  try  reinstall {' or '.join(installed()) or 'onnxruntime'}") from error
+
+
 @functools.cache
 def installed() -> dict[str, str]:
     """The onnxruntime distributions here, with their versions, without importing any."""
-    found = {}
-    for name in _DISTRIBUTIONS:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    names: tuple[str, ...] = _DISTRIBUTIONS
+    if not any(map(_version_of, names)):  # one of another vendor, or a nightly build
+        names = tuple(metadata.packages_distributions().get("onnxruntime", ()))
+    return {name: number for name in names if (number := _version_of(name))}
+
+
+def _version_of(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 @functools.cache

@@ -68,7 +68,8 @@ def proven(device_type: str) -> frozenset[str]:
 
 @functools.cache
 def _asked(here: Runtime, device_type: str) -> tuple[Verdict, ...]:
-    return tuple(_ask_all(word, make(), device_type, str(here)) for word, make in _PROBES.items())
+    with torch.device("cpu"):  # whatever the caller's default device is
+        return tuple(_ask_all(word, make(), device_type, str(here)) for word, make in _PROBES.items())
 
 
 def _ask_all(word: str, probes: _Probe | tuple[_Probe, ...], device_type: str, name: str) -> Verdict:

@@ -101,10 +101,12 @@ def make_session(model: bytes, device_type: str, threads: int, stream: int = 0, 
     return session
 
 
-def make_runner(model: bytes, device_type: str, inputs: Sequence[str], outputs: Sequence[str]) -> Runner:
+@functools.lru_cache(maxsize=256)
+def make_runner(model: bytes, device_type: str, inputs: tuple[str, ...], outputs: tuple[str, ...]) -> Runner:
     """``run(inputs, outputs)``: tensors go in by address, results are written into the tensors given.
 
-    A session is made for each number of torch threads, and on CUDA for each stream; the least recently used go first.
+    One for each model, which serves all lengths. A session is made for each number of torch threads, and on CUDA for
+    each stream; the least recently used go first.
     """
     sessions: OrderedDict[Any, Any] = OrderedDict()
     lock = threading.Lock()
@@ -115,14 +117,16 @@ def make_runner(model: bytes, device_type: str, inputs: Sequence[str], outputs: 
                 sessions[key] = make_session(model, device_type, threads, stream)
                 while len(sessions) > _MOST_SESSIONS:
                     sessions.popitem(last=False)
+            sessions.move_to_end(key)
             return sessions[key]
 
     own = threading.local()  # a binding is one run's at a time, and costs as much to make as to fill
 
     def on_cpu(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         threads = torch.get_num_threads()
-        session = sessions.get(threads) or session_for(threads, threads, 0)
-        if getattr(own, "session", None) is not session:
+        session = getattr(own, "session", None)
+        if session is None or own.threads != threads:
+            own.threads, session = threads, session_for(threads, threads, 0)
             own.session, own.binding, own.bound = session, session.io_binding(), {}
         session.run_with_iobinding(bind(own.binding, "cpu", inputs, given, outputs, results, own.bound))
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 import warnings
 from collections import Counter
@@ -18,7 +17,7 @@ import torch
 from attn_dispatch.errors import ExportError, ExportWarning
 from attn_dispatch.export.place import choose_form, place
 from attn_dispatch.export.report import Call, ExportReport
-from attn_dispatch.export.sizes import sizes_of, torch_shapes
+from attn_dispatch.export.sizes import Sizes
 from attn_dispatch.export.trace import DOMAIN, Traced, to_onnx_graph, trace
 from attn_dispatch.export.verify import other_sizes, verify
 from attn_dispatch.lowering.target import FORMS, SPECIFIED, Target
@@ -97,7 +96,7 @@ def export_onnx(
     if not target_path.parent.is_dir():
         raise ExportError(f"there is no folder {target_path.parent} to write {target_path.name} into")
     args, named = tuple(args), dict(kwargs or {})
-    traced = trace(model, args, named, torch_shapes(dynamic_shapes), replace_sdpa)
+    traced = trace(model, args, named, dynamic_shapes, replace_sdpa)
     told = _told(traced)
     proven, here = _proven(runtime)
     targets = choose_form(traced.calls, forms, lambda name: Target(name, opset, proven, here))
@@ -107,8 +106,8 @@ def export_onnx(
         traced.unmark()
     _raise_opset(graph, opset)
     calls = place(graph, traced.calls, targets, opset)
-    sizes = sizes_of(traced.program, model, args, named, dynamic_shapes)
-    _rename_symbols(graph, sizes.names)
+    sizes = traced.sizes
+    _rename_symbols(graph, sizes)
     with tempfile.TemporaryDirectory(dir=target_path.parent, prefix=".export") as folder:
         written = _write(graph, Path(folder) / target_path.name, external_data)
         _check_file(written[0], graph, calls, opset)
@@ -201,18 +200,12 @@ def _proven(wanted: str) -> tuple[frozenset[str], str]:
 # --- what is written -------------------------------------------------------------------------------------------------
 
 
-def _rename_symbols(graph: ir.Model, names: Mapping[str, str]) -> None:
+def _rename_symbols(graph: ir.Model, sizes: Sizes) -> None:
     """The caller's names for the dynamic sizes, on all values."""
-    if not names:
-        return
-    pattern = re.compile(r"\b(" + "|".join(map(re.escape, names)) + r")\b")  # sums of symbols too
-    values = [*graph.graph.inputs, *(x for node in graph.graph.all_nodes() for x in node.outputs)]
-    for value in values:
+    for value in [*graph.graph.inputs, *(x for node in graph.graph.all_nodes() for x in node.outputs)]:
         if value.shape is not None:
-            sizes = [getattr(size, "value", size) for size in value.shape]
-            value.shape = ir.Shape(
-                pattern.sub(lambda m: names[m[1]], size) if isinstance(size, str) else size for size in sizes
-            )
+            known = [getattr(size, "value", size) for size in value.shape]
+            value.shape = ir.Shape(sizes.renamed(size) if isinstance(size, str) else size for size in known)
 
 
 def _write(graph: ir.Model, path: Path, external_data: bool | None) -> list[Path]:

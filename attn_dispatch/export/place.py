@@ -74,6 +74,7 @@ def place(model: ir.Model, calls: Sequence[TracedCall], targets: Sequence[Target
         operands = {name: x for name, x in zip(call.names, others, strict=True) if x is not None}
         results = lower(call.op, (query, key, value), operands, nodes, target).flat()
         made = nodes.take()
+        counts = Counter(n.op_type for n in made)
         for new in made:
             new.metadata_props.update({**node.metadata_props, _INDEX: str(index)})
         outputs = list(node.outputs)
@@ -87,9 +88,7 @@ def place(model: ir.Model, calls: Sequence[TracedCall], targets: Sequence[Target
         model.graph.insert_before(node, made)
         model.graph.remove(node, safe=True)
         decision = _decision(call)
-        found.append(
-            (index, Call(call.layer, str(_shown(call.op)), target.form, Counter(n.op_type for n in made), decision))
-        )
+        found.append((index, Call(call.layer, str(_shown(call.op)), target.form, counts, decision)))
     left = [n for n in model.graph.all_nodes() if n.domain == DOMAIN and n.op_type == "Call"]
     if left:
         raise ExportError("an attention call inside a branch or loop (torch.cond, while_loop) cannot be lowered")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +36,13 @@ class Sizes:
     def named(self, values: Mapping[str, int]) -> dict[str, int]:
         """The values by the caller's names."""
         return {self.names.get(symbol, symbol): value for symbol, value in values.items()}
+
+    def renamed(self, text: str) -> str:
+        """An expression of torch's symbols in the caller's names."""
+        if not self.names:
+            return text
+        pattern = r"\b(" + "|".join(map(re.escape, self.names)) + r")\b"
+        return re.sub(pattern, lambda found: self.names[found[1]], text)
 
 
 def _value(size: Any, values: Mapping[str, int]) -> int:

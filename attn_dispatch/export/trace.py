@@ -17,6 +17,7 @@ from onnxscript import values
 
 from attn_dispatch import torch_op, torch_select
 from attn_dispatch.errors import ExportError
+from attn_dispatch.export.sizes import Sizes, sizes_of, torch_shapes
 from attn_dispatch.ir.mask_text import parse_mask
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.select_op import SelectOp
@@ -40,7 +41,7 @@ class TracedCall:
     Args:
         op: described without looking at lengths; sizes are those of the example. layer: the module that made it.
         names: of the op's operands, in the order of the node's inputs behind query, key and value.
-        dims: sizes of all inputs; a dynamic one is an expression of torch's symbols, the same text for the same size.
+        dims: sizes of all inputs; a dynamic one is a sum or product of names, the same text for the same size.
         backend: what the call asked for.
     """
 
@@ -57,12 +58,14 @@ class Traced:
 
     Args:
         program: torch's. calls: by the index that its operator carries. others: layers whose attention is torch's own.
+        sizes: of the inputs, and what the caller calls them.
         marked: the nodes that carry an index, and the arguments that they had before.
     """
 
     program: torch.export.ExportedProgram
     calls: tuple[TracedCall, ...]
     others: tuple[str, ...]
+    sizes: Sizes
     marked: tuple[tuple[torch.fx.Node, Any], ...] = ()
 
     def unmark(self) -> None:
@@ -91,23 +94,25 @@ def trace(
         around: AbstractContextManager[Any] = replacing() if replace_sdpa else nullcontext()
         try:
             with around, torch.no_grad():
-                program = torch.export.export(model, args, kwargs, dynamic_shapes=dynamic_shapes, strict=False)
+                shapes = torch_shapes(dynamic_shapes)
+                program = torch.export.export(model, args, kwargs, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             name = type(model).__name__
             raise ExportError(f"torch.export cannot trace {name}: {type(error).__name__}: {error}") from error
     _refuse(program)
+    sizes = sizes_of(program, model, args, kwargs, dynamic_shapes)
     calls, others, marked = [], [], []
     for node in program.graph.nodes:
         if node.target in _OPERATORS:
             *tensors, spec = node.args
-            calls.append(_described(node, tensors, spec))
+            calls.append(_described(node, tensors, spec, sizes))
             marked.append((node, node.args))
             # the index stands in the string that the operator takes: it survives every retracing
             bare = re.sub(r"^\{'call': \d+, ", "{", spec)
             node.args = (*node.args[:4], f"{{'call': {len(calls) - 1}, {bare[1:]}")
         elif "scaled_dot_product" in str(node.target):
             others.append(_layer(node))
-    return Traced(program, tuple(calls), tuple(dict.fromkeys(others)), tuple(marked))
+    return Traced(program, tuple(calls), tuple(dict.fromkeys(others)), sizes, tuple(marked))
 
 
 def _refuse(program: torch.export.ExportedProgram) -> None:
@@ -152,11 +157,11 @@ def _layer(node: torch.fx.Node) -> str:
     return str(stack[-1][0]) if stack and stack[-1][0] else "the model itself"
 
 
-def _described(node: torch.fx.Node, tensors: Sequence[Any], spec: str) -> TracedCall:
+def _described(node: torch.fx.Node, tensors: Sequence[Any], spec: str, sizes: Sizes) -> TracedCall:
     query, key, value, others = tensors
     options = ast.literal_eval(spec)
     names = tuple(options.pop("names"))
-    dims = tuple(tuple(_dim(size) for size in x.meta["val"].shape) for x in (query, key, value, *others))
+    dims = tuple(tuple(_dim(size, sizes) for size in x.meta["val"].shape) for x in (query, key, value, *others))
     if node.target is _SELECT:
         described = (_desc(query), _desc(key), _desc(value), [_desc(x) for x in others])
         selection = torch_select.describe_traced_select(*described, spec).with_(traced=True)
@@ -192,8 +197,8 @@ def _desc(node: torch.fx.Node) -> TensorDesc:
     return TensorDesc(tuple(_hint(size) for size in x.shape), dtype_name(x.dtype), x.device.type)
 
 
-def _dim(size: int | torch.SymInt) -> int | str:
-    return size if isinstance(size, int) else str(size.node.expr)
+def _dim(size: int | torch.SymInt, sizes: Sizes) -> int | str:
+    return size if isinstance(size, int) else sizes.renamed(str(size.node.expr))
 
 
 def _hint(size: int | torch.SymInt) -> int:

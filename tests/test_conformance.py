@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,12 +17,12 @@ from typer.testing import CliRunner
 from attn_dispatch import UnknownBackendError, reference
 from attn_dispatch.capability import ALL_FEATURES, Capability, Reason
 from attn_dispatch.cli import app
-from attn_dispatch.errors import InputError
+from attn_dispatch.errors import InputError, PluginWarning
 from attn_dispatch.ir.atoms import Full
 from attn_dispatch.plugin import Backend, Executable
 from attn_dispatch.registry import Registry, current
 from attn_dispatch.testing import BY_ID, CASES
-from attn_dispatch.testing.apart import apart
+from attn_dispatch.testing.apart import apart, load_plugin
 from attn_dispatch.testing.conformance import Outcome, conform, try_here
 
 right = reference.attention
@@ -337,6 +338,46 @@ def test_the_command_speaks_json(plugin):
     assert (said["backend"], said["passed"], said["counts"]["verified"]) == ("fragile", True, 2)
     assert {case["outcome"] for case in said["cases"]} == {"verified", "refused rightly"}
     assert said["by_word"]["mask:Full"]["verified"] == 2
+
+
+def test_a_broken_plugin_file_is_an_error_with_its_cause(plugin):
+    plugin.write_text(PLUGIN.replace("return [Fragile()]", "raise ZeroDivisionError('at registration')"))
+    error = call("fragile", "--plugin", str(plugin)).exception
+    assert isinstance(error, InputError)
+    assert "ZeroDivisionError: at registration" in str(error)
+    assert "Traceback" in str(error)
+
+
+def test_a_plugin_file_that_quits_is_an_error_and_leaves_no_module(plugin):
+    import sys
+
+    plugin.write_text("raise SystemExit('no licence')")
+    with pytest.raises(InputError, match="SystemExit: no licence"):
+        load_plugin(str(plugin))
+    assert "attn_dispatch_plugin_fragile_plugin" not in sys.modules
+
+
+def test_a_plugin_file_may_have_the_name_of_a_library(tmp_path):
+    import sys
+
+    file, torch_ = tmp_path / "torch.py", sys.modules["torch"]
+    file.write_text("import torch\nx = torch.ones(1)")
+    assert load_plugin(str(file)).x == 1
+    assert sys.modules["torch"] is torch_
+
+
+def test_a_child_that_ends_before_its_first_case_blames_none(tmp_path):
+    with pytest.warns(PluginWarning, match="ended with 1 before the first: .*there is no file"):
+        assert apart(str(tmp_path / "gone.py"))("eager", ["causal", "none"]) == {}
+
+
+def test_a_line_that_a_dying_child_wrote_by_half_is_no_trouble(tmp_path, monkeypatch):
+    def run(command, **options):
+        Path(command[5]).write_text('{"case": "causal"}\n{"case": "causal", "prob')
+        return subprocess.CompletedProcess(command, -9, "", "")
+
+    monkeypatch.setattr("attn_dispatch.testing.apart.subprocess.run", run)
+    assert apart()("eager", ["causal"]) == {"causal": "its process ended with code -9"}
 
 
 def test_a_plugin_that_is_not_there_and_a_case_that_is_not_there_are_errors(plugin):

@@ -102,7 +102,8 @@ def _one_child(backend: str, plugin: str, cases: Sequence[str], limit_s: float) 
             run = subprocess.run(
                 command, capture_output=True, timeout=limit_s, env=child_environment(), check=False, text=True
             )
-            last = (run.stderr.strip().splitlines() or ["nothing was printed"])[-1]
+            said = [line for line in run.stderr.splitlines() if line[:1].strip()]  # an indented line goes on with another
+            last = (said or ["nothing was printed"])[-1]
             how, code = f"its process ended with code {run.returncode}", run.returncode
         except subprocess.TimeoutExpired:
             how, code, last = "it took too long", -1, f"it had not begun after {limit_s:.0f} s"

@@ -15,7 +15,7 @@ import torch
 from typer.testing import CliRunner
 
 from attn_dispatch import UnknownBackendError, reference
-from attn_dispatch.capability import ALL_FEATURES, Capability, Reason
+from attn_dispatch.capability import ALL_FEATURES, Capability, Limit, Reason
 from attn_dispatch.cli import app
 from attn_dispatch.errors import InputError, PluginWarning
 from attn_dispatch.ir.atoms import Full
@@ -180,6 +180,58 @@ def test_a_change_of_the_process_is_a_lie_and_is_undone(kind, capsys, monkeypatc
     assert torch.equal(torch.get_rng_state(), before[0])
     assert (torch.get_default_dtype(), torch.get_num_threads()) == before[1:]
     assert capsys.readouterr().out == ""
+
+
+class Reusing(Toy):
+    """Right for the first run of an executable; what it keeps for later ones is in `kind`."""
+
+    def __init__(self, kind: str, **facts: Any) -> None:
+        super().__init__(**facts)
+        self.kind = kind
+
+    def compile(self, op):
+        inner, kept = super().compile(op).run, {}
+
+        def run(q, k, v, t):
+            if self.kind == "buffer":
+                out = inner(q, k, v, t)
+                return kept.setdefault(out.shape, torch.empty_like(out)).copy_(out)
+            if self.kind == "address":
+                key = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+                if key not in kept:
+                    kept[key] = inner(q, k, v, t)
+                return kept[key]
+            if self.kind == "size" and (q.shape[0], q.shape[2], k.shape[2]) != (op.B, op.Sq, op.Skv):
+                raise RuntimeError("baked size")
+            if self.kind == "batch" and q.shape[0] != op.B:
+                raise RuntimeError("baked batch")
+            if self.kind == "keys":
+                k, v = k[:, :, : op.Skv], v[:, :, : op.Skv]
+            return inner(q, k, v, t)
+
+        return Executable(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("buffer", "a later run changed the out that the first returned"),
+        ("address", "run again with fresh values in the same tensors: out is"),
+        ("size", "it raised RuntimeError: baked size"),
+        ("batch", "run again at B 4, Sq 17, Skv 17 (compiled for 3, 17, 17), it raised RuntimeError: baked batch"),
+        ("keys", "run again at B 2, Sq 20, Skv 20 (compiled for 2, 17, 17): out is"),
+    ],
+)
+def test_an_executable_that_is_right_once_alone_is_a_lie(kind, words):
+    line = line_of(Reusing(kind), "none")
+    assert (line.outcome, words in line.text) == (Outcome.LIED, True), line
+
+
+def test_a_length_that_a_limit_bars_is_not_asked_for():
+    barred = Reusing(
+        "size", limits=tuple(Limit(name, maximum=most) for name, most in (("B", 2), ("Sq", 17), ("Skv", 17)))
+    )
+    assert line_of(barred, "none").outcome is Outcome.VERIFIED
 
 
 def test_a_claim_of_determinism_is_tried():

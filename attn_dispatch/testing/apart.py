@@ -102,14 +102,18 @@ def _one_child(backend: str, plugin: str, cases: Sequence[str], limit_s: float) 
             run = subprocess.run(
                 command, capture_output=True, timeout=limit_s, env=child_environment(), check=False, text=True
             )
-            said = [line for line in run.stderr.splitlines() if line[:1].strip()]  # an indented line goes on with another
+            said = [
+                line for line in run.stderr.splitlines() if line[:1].strip()
+            ]  # an indented line goes on with another
             last = (said or ["nothing was printed"])[-1]
             how, code = f"its process ended with code {run.returncode}", run.returncode
         except subprocess.TimeoutExpired:
             how, code, last = "it took too long", -1, f"it had not begun after {limit_s:.0f} s"
         lines = answers.read_text(encoding="utf-8").splitlines() if answers.exists() else []
     if not lines:
-        text = f"refused cases of {backend} are not tried: the process for them ended with {code} before the first: {last}"
+        text = (
+            f"refused cases of {backend} are not tried: the process for them ended with {code} before the first: {last}"
+        )
         warnings.warn(text, PluginWarning, stacklevel=3)
         return {}
     found, begun = {}, cases[0]

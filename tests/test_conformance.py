@@ -246,8 +246,8 @@ def test_a_claim_of_determinism_is_tried():
 @pytest.mark.parametrize(
     ("attention", "words"),
     [
-        (changed(dropout_p=0.0), "dropout is ignored"),
-        (lambda op, q, k, v, t: _unscaled(op, q, k, v, t), "the mean over"),
+        (changed(dropout_p=0.0), "is ignored"),
+        (lambda op, q, k, v, t: _unscaled(op, q, k, v, t), "a weight is neither dropped nor scaled"),
     ],
 )
 def test_dropout_that_is_ignored_or_not_scaled_is_a_lie(attention, words):

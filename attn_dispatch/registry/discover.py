@@ -170,7 +170,7 @@ def _entry_points(collector: _Collector) -> list[EntryPoint]:
     for distribution in distributions():
         name = "unknown distribution"
         try:
-            # the first of a name hides the others, as for imports; the private one is that of the folder, and costs less
+            # the first of a name hides the others, as for imports; the private one costs less
             key = getattr(distribution, "_normalized_name", None) or distribution.name
             name = str(key)
             if key not in names:

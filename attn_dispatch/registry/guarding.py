@@ -62,7 +62,7 @@ class _Shared:
 
 
 def _begin() -> tuple[_Shared, io.StringIO]:
-    """Keep what this thread prints from now on; one proxy serves all threads, so that their ends may come in any order."""
+    """Keep what this thread prints from now on; one proxy serves all threads, whose ends may come in any order."""
     sink = io.StringIO()
     with _lock:
         shared = sys.stdout if isinstance(sys.stdout, _Shared) else _Shared(sys.stdout)

@@ -14,7 +14,7 @@ import torch
 
 from attn_dispatch import dispatch
 from attn_dispatch.backend import Raw, Run
-from attn_dispatch.budgets import budget
+from attn_dispatch.budgets import Budget, budget
 from attn_dispatch.errors import InputError
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.passes import canonicalise
@@ -151,7 +151,7 @@ def _problem(case: Case, inputs: Inputs, result: Any, where: str) -> str:
                 return f"run again {where}, it returned no {name}"
             limit = budget("float64" if case.dtype == "float64" else "float32", "grad")
             limit = limit if name in ("S", "z") else budget(case.dtype, name)
-            limit = replace(limit, absolute=_LOOSE * limit.absolute, relative=_LOOSE * limit.relative)
+            limit = Budget(*(_LOOSE * bound for bound in limit))
             _worst(f"run again {where}: {name}", got[name], wanted[name], limit)
     except CaseError as error:
         return str(error)

@@ -232,8 +232,8 @@ LIES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "an lse without a graph": (lse_without_a_graph, GRAD_LSE, "gradient of query"),
     "a wrong gradient of the lse": (wrong_gradient_of_lse, GRAD_LSE, "gradient of query"),
     "dropout ignored": (without_dropout, DROPOUT, "dropout_p 0.25 is ignored"),
-    "dropout without its scale": (dropped_and_not_scaled, DROPOUT, "the mean of"),
-    "one draw for ever": (the_same_draw_each_time, DROPOUT, "the mean of"),
+    "dropout without its scale": (dropped_and_not_scaled, DROPOUT, "neither dropped nor scaled"),
+    "one draw for ever": (the_same_draw_each_time, DROPOUT, "two seeds give the same"),
     "dropout in the forward alone": (backward_without_dropout, DROPOUT | GRAD, "the backward drops other weights"),
     "an lse that dropout changes": (lse_after_dropout, DROPOUT | {"outputs": Outputs(lse=True)}, "lse is"),
     "a wrong gradient beside dropout": (no_gradient_of_query, DROPOUT | GRAD, "gradient of query"),
@@ -378,6 +378,25 @@ def test_honest_dropout_passes_and_moves_no_random_state(p):
     assert verdict.problem == ""
     assert "dropout" in verdict.errors
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_session_lets_go_of_its_problems_with_itself_and_the_gate_keeps_none():
+    import gc
+
+    from attn_dispatch.selection import gate
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(x) is gate._Problem for x in gc.get_objects())
+
+    before = alive()
+    session, candidates = Session(QUICK), registry_of(Toy("one"), Toy("eager"))
+    tune(op_of(), candidates, session)
+    assert session.problems
+    assert alive() <= before + gate.PROBLEMS
+    del session
+    run_gate("one", op_of(), candidates)
+    assert alive() == before
 
 
 def _weights_of(op, q, k):

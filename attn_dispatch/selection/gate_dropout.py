@@ -83,7 +83,7 @@ def _seed_problem(op: AttentionOp, run: Run, sample: Sample, out: torch.Tensor) 
         return "one seed gives two outputs: draw from torch's default generator"
     pairs = op.B * op.Hq * op.Sq * op.Skv * op.dropout_p * (1 - op.dropout_p)
     if pairs > 50 and torch.equal(same, other):  # else two seeds may well drop the same
-        return "two seeds give the same output: it takes no notice of torch.manual_seed"
+        return "two seeds give the same output: dropout_p is ignored, or takes no notice of torch.manual_seed"
     return ""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import subprocess
@@ -235,7 +236,7 @@ def test_a_length_that_a_limit_bars_is_not_asked_for():
 
 
 def test_a_claim_of_determinism_is_tried():
-    calls = iter(range(100))
+    calls = itertools.cycle(range(100))
     noisy = Toy(after(lambda raw: raw._replace(out=raw.out + 1e-8 * next(calls))))
     line = line_of(noisy, "causal")
     assert (line.outcome, line.fix) == (Outcome.LIED, "declare deterministic=False")

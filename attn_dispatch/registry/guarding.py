@@ -67,7 +67,7 @@ def _begin() -> tuple[_Shared, io.StringIO]:
     with _lock:
         shared = sys.stdout if isinstance(sys.stdout, _Shared) else _Shared(sys.stdout)
         shared.users += 1
-        sys.stdout = shared  # type: ignore[assignment]
+        sys.stdout = shared
         _sinks.stack = [*getattr(_sinks, "stack", ()), sink]
     return shared, sink
 
@@ -80,7 +80,7 @@ def _end(shared: _Shared, sink: io.StringIO, alone: bool) -> bool:
         shared.users -= 1
         replaced = sys.stdout is not shared and alone
         if replaced:
-            sys.stdout = shared  # type: ignore[assignment]
+            sys.stdout = shared
         if shared.users <= 0 and sys.stdout is shared:
             sys.stdout = shared.host
     return replaced

@@ -20,7 +20,7 @@ from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.passes import canonicalise
 from attn_dispatch.registry import Registry
 from attn_dispatch.selection.candidates import rebuild
-from attn_dispatch.testing import CaseError, _worst
+from attn_dispatch.testing import CaseError, worst_error
 from attn_dispatch.testing.cases import Case, Inputs, make_inputs
 from attn_dispatch.testing.goldens import golden
 
@@ -152,7 +152,7 @@ def _problem(case: Case, inputs: Inputs, result: Any, where: str) -> str:
             limit = budget("float64" if case.dtype == "float64" else "float32", "grad")
             limit = limit if name in ("S", "z") else budget(case.dtype, name)
             limit = Budget(*(_LOOSE * bound for bound in limit))
-            _worst(f"run again {where}: {name}", got[name], wanted[name], limit)
+            worst_error(f"run again {where}: {name}", got[name], wanted[name], limit)
     except CaseError as error:
         return str(error)
     return ""

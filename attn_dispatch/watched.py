@@ -68,8 +68,9 @@ class Watched(Backend):
         return Executable(watched)
 
     def _tell(self, watch: Watch, when: str) -> None:
-        """Name the backend for what it did to the process, once for each thing; it was put back."""
-        text = f"{self._who} {' and '.join(watch.changes)} when it was {when}; it was put back"
+        """Name the backend for what it did to the process, once for each thing."""
+        ending = "; it was put back" if watch.put_back else ""
+        text = f"{self._who} {' and '.join(watch.changes)} when it was {when}{ending}"
         if watch.changes and text not in _told:
             _told.add(text)
             warnings.warn(text, PluginWarning, stacklevel=4)

@@ -207,6 +207,122 @@ def test_what_other_threads_print_while_a_plugin_loads_is_not_kept_from_them(cap
     assert watch.changes == ["printed 'mine'"]
 
 
+def test_watches_of_two_threads_that_overlap_leave_the_hosts_stdout(capsys):
+    import threading
+
+    from attn_dispatch.registry.guarding import Watch
+
+    host, first_in, second_in, first_out = sys.stdout, threading.Event(), threading.Event(), threading.Event()
+    found: dict[str, list[str]] = {}
+
+    def first() -> None:
+        with Watch() as watch:
+            first_in.set()
+            second_in.wait(5)
+            print("first")
+        found["first"] = watch.changes
+        first_out.set()
+
+    def second() -> None:
+        first_in.wait(5)
+        with Watch() as watch:
+            second_in.set()
+            first_out.wait(5)
+            print("second")
+        found["second"] = watch.changes
+
+    threads = [threading.Thread(target=work) for work in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sys.stdout is host
+    assert found == {"first": ["printed 'first'"], "second": ["printed 'second'"]}
+    assert capsys.readouterr().out == ""
+
+
+def test_the_stream_of_a_watch_has_what_the_hosts_has_and_other_threads_flush_it(monkeypatch):
+    import io
+    import threading
+
+    from attn_dispatch.registry.guarding import Watch
+
+    host = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
+    monkeypatch.setattr(sys, "stdout", host)
+    with Watch():
+        assert sys.stdout.buffer is host.buffer
+        assert sys.stdout.encoding == "utf-8"
+        other = threading.Thread(target=lambda: print("theirs", flush=True))
+        other.start()
+        other.join()
+        assert host.buffer.getvalue() == b"theirs\n"
+
+
+def test_a_stdout_that_a_plugin_put_in_its_place_is_taken_out(monkeypatch):
+    import io
+
+    from attn_dispatch.registry import guarding
+
+    monkeypatch.setattr(guarding.threading, "active_count", lambda: 1)
+    host = sys.stdout
+    with guarding.Watch() as watch:
+        sys.stdout = io.StringIO()
+    assert (sys.stdout is host, watch.changes) == (True, ["replaced sys.stdout"])
+
+
+def test_a_working_directory_that_is_gone_is_no_trouble(tmp_path, monkeypatch):
+    from attn_dispatch.registry import guarding
+
+    monkeypatch.setattr(guarding.threading, "active_count", lambda: 1)
+    host, gone = sys.stdout, tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with guarding.Watch() as watch:
+        pass
+    assert (watch.changes, sys.stdout is host) == ([], True)
+
+
+def test_what_cannot_be_put_back_is_said_and_does_not_hide_what_was_raised(tmp_path, monkeypatch):
+    from attn_dispatch.registry import guarding
+
+    monkeypatch.setattr(guarding.threading, "active_count", lambda: 1)
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    watch = guarding.Watch()
+
+    def body() -> None:
+        with watch:
+            __import__("os").chdir("/")
+            gone.rmdir()
+            raise KeyError("the plugin's own")
+
+    with pytest.raises(KeyError, match="the plugin's own"):
+        body()
+    (change,) = watch.changes
+    assert "cannot be put back (FileNotFoundError" in change
+    assert not watch.put_back
+
+
+def test_what_the_process_shares_is_told_and_left_while_other_threads_live(monkeypatch):
+    from attn_dispatch.registry import guarding
+
+    monkeypatch.setattr(guarding.threading, "active_count", lambda: 2)
+    threads = torch.get_num_threads()
+    try:
+        with guarding.Watch() as watch:
+            torch.set_num_threads(threads + 1)
+            torch.set_grad_enabled(False)
+        assert torch.get_num_threads() == threads + 1
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.is_grad_enabled(), "the mode of this thread is put back"
+    told = sorted(watch.changes)
+    assert told[0] == "changed torch's grad mode from True to False"
+    assert "which was left so since other threads live" in told[1]
+
+
 def test_a_slow_import_is_measured_and_shown(install):
     found = install(vendor=source(import_="import time; time.sleep(0.05)"))
     (vendor,) = [s for s in found.sources if s.name == "vendor"]
@@ -315,6 +431,19 @@ def test_one_plugin_listed_twice_is_loaded_once(install, tmp_path):
         sys.path.remove(str(copy))
     assert "mine" in found.backends
     assert [s.name for s in found.sources].count("vendor") == 1
+
+
+def test_a_distribution_whose_entry_points_cannot_be_read_is_set_aside_alone(install, tmp_path):
+    info = tmp_path / "torn-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torn\nVersion: 1.0\n", encoding="utf-8")
+    (info / "entry_points.txt").write_text("[attn_dispatch]\na line without a sign\n", encoding="utf-8")
+    with pytest.warns(PluginWarning, match="torn"):
+        found = install(vendor=source())
+    (torn,) = [q for q in found.quarantined if q.name == "torn"]
+    assert "entry points cannot be read" in torn.error
+    assert "mine" in found.backends
+    works()
 
 
 def test_another_distribution_of_the_same_module_is_set_aside_by_name(install, tmp_path):

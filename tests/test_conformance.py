@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +16,14 @@ import torch
 from typer.testing import CliRunner
 
 from attn_dispatch import UnknownBackendError, reference
-from attn_dispatch.capability import ALL_FEATURES, Capability, Reason
+from attn_dispatch.capability import ALL_FEATURES, Capability, Limit, Reason
 from attn_dispatch.cli import app
-from attn_dispatch.errors import InputError
+from attn_dispatch.errors import InputError, PluginWarning
 from attn_dispatch.ir.atoms import Full
 from attn_dispatch.plugin import Backend, Executable
 from attn_dispatch.registry import Registry, current
 from attn_dispatch.testing import BY_ID, CASES
-from attn_dispatch.testing.apart import apart
+from attn_dispatch.testing.apart import apart, load_plugin
 from attn_dispatch.testing.conformance import Outcome, conform, try_here
 
 right = reference.attention
@@ -181,8 +183,60 @@ def test_a_change_of_the_process_is_a_lie_and_is_undone(kind, capsys, monkeypatc
     assert capsys.readouterr().out == ""
 
 
+class Reusing(Toy):
+    """Right for the first run of an executable; what it keeps for later ones is in `kind`."""
+
+    def __init__(self, kind: str, **facts: Any) -> None:
+        super().__init__(**facts)
+        self.kind = kind
+
+    def compile(self, op):
+        inner, kept = super().compile(op).run, {}
+
+        def run(q, k, v, t):
+            if self.kind == "buffer":
+                out = inner(q, k, v, t)
+                return kept.setdefault(out.shape, torch.empty_like(out)).copy_(out)
+            if self.kind == "address":
+                key = (q.data_ptr(), k.data_ptr(), v.data_ptr())
+                if key not in kept:
+                    kept[key] = inner(q, k, v, t)
+                return kept[key]
+            if self.kind == "size" and (q.shape[0], q.shape[2], k.shape[2]) != (op.B, op.Sq, op.Skv):
+                raise RuntimeError("baked size")
+            if self.kind == "batch" and q.shape[0] != op.B:
+                raise RuntimeError("baked batch")
+            if self.kind == "keys":
+                k, v = k[:, :, : op.Skv], v[:, :, : op.Skv]
+            return inner(q, k, v, t)
+
+        return Executable(run)
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("buffer", "a later run changed the out that the first returned"),
+        ("address", "run again with fresh values in the same tensors: out is"),
+        ("size", "it raised RuntimeError: baked size"),
+        ("batch", "run again at B 4, Sq 17, Skv 17 (compiled for 3, 17, 17), it raised RuntimeError: baked batch"),
+        ("keys", "run again at B 2, Sq 20, Skv 20 (compiled for 2, 17, 17): out is"),
+    ],
+)
+def test_an_executable_that_is_right_once_alone_is_a_lie(kind, words):
+    line = line_of(Reusing(kind), "none")
+    assert (line.outcome, words in line.text) == (Outcome.LIED, True), line
+
+
+def test_a_length_that_a_limit_bars_is_not_asked_for():
+    barred = Reusing(
+        "size", limits=tuple(Limit(name, maximum=most) for name, most in (("B", 2), ("Sq", 17), ("Skv", 17)))
+    )
+    assert line_of(barred, "none").outcome is Outcome.VERIFIED
+
+
 def test_a_claim_of_determinism_is_tried():
-    calls = iter(range(100))
+    calls = itertools.cycle(range(100))
     noisy = Toy(after(lambda raw: raw._replace(out=raw.out + 1e-8 * next(calls))))
     line = line_of(noisy, "causal")
     assert (line.outcome, line.fix) == (Outcome.LIED, "declare deterministic=False")
@@ -193,8 +247,8 @@ def test_a_claim_of_determinism_is_tried():
 @pytest.mark.parametrize(
     ("attention", "words"),
     [
-        (changed(dropout_p=0.0), "dropout is ignored"),
-        (lambda op, q, k, v, t: _unscaled(op, q, k, v, t), "the mean over"),
+        (changed(dropout_p=0.0), "is ignored"),
+        (lambda op, q, k, v, t: _unscaled(op, q, k, v, t), "a weight is neither dropped nor scaled"),
     ],
 )
 def test_dropout_that_is_ignored_or_not_scaled_is_a_lie(attention, words):
@@ -337,6 +391,46 @@ def test_the_command_speaks_json(plugin):
     assert (said["backend"], said["passed"], said["counts"]["verified"]) == ("fragile", True, 2)
     assert {case["outcome"] for case in said["cases"]} == {"verified", "refused rightly"}
     assert said["by_word"]["mask:Full"]["verified"] == 2
+
+
+def test_a_broken_plugin_file_is_an_error_with_its_cause(plugin):
+    plugin.write_text(PLUGIN.replace("return [Fragile()]", "raise ZeroDivisionError('at registration')"))
+    error = call("fragile", "--plugin", str(plugin)).exception
+    assert isinstance(error, InputError)
+    assert "ZeroDivisionError: at registration" in str(error)
+    assert "Traceback" in str(error)
+
+
+def test_a_plugin_file_that_quits_is_an_error_and_leaves_no_module(plugin):
+    import sys
+
+    plugin.write_text("raise SystemExit('no licence')")
+    with pytest.raises(InputError, match="SystemExit: no licence"):
+        load_plugin(str(plugin))
+    assert "attn_dispatch_plugin_fragile_plugin" not in sys.modules
+
+
+def test_a_plugin_file_may_have_the_name_of_a_library(tmp_path):
+    import sys
+
+    file, torch_ = tmp_path / "torch.py", sys.modules["torch"]
+    file.write_text("import torch\nx = torch.ones(1)")
+    assert load_plugin(str(file)).x == 1
+    assert sys.modules["torch"] is torch_
+
+
+def test_a_child_that_ends_before_its_first_case_blames_none(tmp_path):
+    with pytest.warns(PluginWarning, match="ended with 1 before the first: .*there is no file"):
+        assert apart(str(tmp_path / "gone.py"))("eager", ["causal", "none"]) == {}
+
+
+def test_a_line_that_a_dying_child_wrote_by_half_is_no_trouble(tmp_path, monkeypatch):
+    def run(command, **options):
+        Path(command[5]).write_text('{"case": "causal"}\n{"case": "causal", "prob')
+        return subprocess.CompletedProcess(command, -9, "", "")
+
+    monkeypatch.setattr("attn_dispatch.testing.apart.subprocess.run", run)
+    assert apart()("eager", ["causal"]) == {"causal": "its process ended with code -9"}
 
 
 def test_a_plugin_that_is_not_there_and_a_case_that_is_not_there_are_errors(plugin):

@@ -26,11 +26,13 @@ from attn_dispatch.ir.ops import AttentionOp, Outputs
 from attn_dispatch.ir.scores import Alibi
 from attn_dispatch.ir.tensors import Ref, TensorDesc
 from attn_dispatch.ir.weights import Softmax
+from attn_dispatch.passes import canonicalise
 from attn_dispatch.registry import Registry
 from attn_dispatch.selection import lock, tuned
 from attn_dispatch.selection.gate import crops, run_gate
+from attn_dispatch.selection.gate_dropout import dropout_problem
 from attn_dispatch.selection.pins import Pin, Pins, When
-from attn_dispatch.selection.samples import KINDS, make_sample
+from attn_dispatch.selection.samples import KINDS, golden, make_sample
 from attn_dispatch.selection.store import Entry, Record, Store
 from attn_dispatch.selection.timing import Timing
 from attn_dispatch.selection.tuner import Effort, Session, choose, tune
@@ -230,8 +232,8 @@ LIES: dict[str, tuple[Any, dict[str, Any], str]] = {
     "an lse without a graph": (lse_without_a_graph, GRAD_LSE, "gradient of query"),
     "a wrong gradient of the lse": (wrong_gradient_of_lse, GRAD_LSE, "gradient of query"),
     "dropout ignored": (without_dropout, DROPOUT, "dropout_p 0.25 is ignored"),
-    "dropout without its scale": (dropped_and_not_scaled, DROPOUT, "the mean of"),
-    "one draw for ever": (the_same_draw_each_time, DROPOUT, "the mean of"),
+    "dropout without its scale": (dropped_and_not_scaled, DROPOUT, "neither dropped nor scaled"),
+    "one draw for ever": (the_same_draw_each_time, DROPOUT, "two seeds give the same"),
     "dropout in the forward alone": (backward_without_dropout, DROPOUT | GRAD, "the backward drops other weights"),
     "an lse that dropout changes": (lse_after_dropout, DROPOUT | {"outputs": Outputs(lse=True)}, "lse is"),
     "a wrong gradient beside dropout": (no_gradient_of_query, DROPOUT | GRAD, "gradient of query"),
@@ -376,6 +378,90 @@ def test_honest_dropout_passes_and_moves_no_random_state(p):
     assert verdict.problem == ""
     assert "dropout" in verdict.errors
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_session_lets_go_of_its_problems_with_itself_and_the_gate_keeps_none():
+    import gc
+
+    from attn_dispatch.selection import gate
+
+    def alive() -> int:
+        gc.collect()
+        return sum(type(x) is gate._Problem for x in gc.get_objects())
+
+    before = alive()
+    session, candidates = Session(QUICK), registry_of(Toy("one"), Toy("eager"))
+    tune(op_of(), candidates, session)
+    assert session.problems
+    assert alive() <= before + gate.PROBLEMS
+    del session
+    run_gate("one", op_of(), candidates)
+    assert alive() == before
+
+
+def _weights_of(op, q, k):
+    return torch.softmax(q.float() @ k.float().mT * op.effective_scale, -1)
+
+
+def _drop(op, weights):
+    return torch.nn.functional.dropout(weights, op.dropout_p)
+
+
+WRONG_DROPOUT = {
+    "ignored": (lambda op, w, v: w @ v, "is ignored"),
+    "half of p": (lambda op, w, v: torch.nn.functional.dropout(w, op.dropout_p / 2) @ v, ""),
+    "half of p, scaled by p": (
+        lambda op, w, v: (w * (torch.rand_like(w) > op.dropout_p / 2)) @ v / (1 - op.dropout_p),
+        "it drops 0.0",
+    ),
+    "the output": (lambda op, w, v: _drop(op, w @ v), "elements of the output"),
+    "the values": (lambda op, w, v: w @ _drop(op, v), ""),
+    "the same keys for all rows": (lambda op, w, v: (w * _drop(op, torch.ones_like(w[:, :, :1]))) @ v, "rows drop"),
+    "the same for all heads": (lambda op, w, v: (w * _drop(op, torch.ones_like(w[:, :1]))) @ v, "heads drop the same"),
+    "the same for all sequences": (lambda op, w, v: (w * _drop(op, torch.ones_like(w[:1]))) @ v, "sequences drop"),
+    "whole rows": (lambda op, w, v: (w * _drop(op, torch.ones_like(w[..., :1]))) @ v, "keys drop the same"),
+    "not scaled": (lambda op, w, v: (w * (torch.rand_like(w) > op.dropout_p)) @ v, ""),
+    "a seed of its own": (
+        lambda op, w, v: (
+            (w * (torch.rand(w.shape, generator=torch.Generator().manual_seed(1)) > op.dropout_p))
+            @ v
+            / (1 - op.dropout_p)
+        ),
+        "two seeds give the same",
+    ),
+    "no seed at all": (
+        lambda op, w, v: (w * (torch.rand(w.shape, generator=UNSEEDED) > op.dropout_p)) @ v / (1 - op.dropout_p),
+        "one seed gives two outputs",
+    ),
+}
+UNSEEDED = torch.Generator().manual_seed(2)
+
+
+def _dropout_of(drop, p: float, dtype: str) -> str:
+    x = TensorDesc((2, 4, 64, 64), dtype)
+    op = canonicalise(AttentionOp(x, x, x, dropout_p=p))[0]
+    sample = make_sample(op)
+
+    def run(q, k, v, t):
+        return drop(op, _weights_of(op, q, k), v.float()).to(q.dtype)
+
+    with torch.random.fork_rng(devices=[]):
+        return dropout_problem(op, run, sample, golden(op, sample).out)[0]
+
+
+@pytest.mark.parametrize(("p", "dtype"), [(0.1, "float32"), (0.5, "float32"), (0.1, "bfloat16"), (0.01, "bfloat16")])
+@pytest.mark.parametrize("wrong", WRONG_DROPOUT)
+def test_a_wrong_dropout_is_found(wrong, p, dtype):
+    drop, words = WRONG_DROPOUT[wrong]
+    problem = _dropout_of(drop, p, dtype)
+    assert problem
+    assert words in problem or (words == "it drops 0.0" and p == 0.5 and "it drops 0.2" in problem), problem
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("p", [0.001, 0.01, 0.1, 0.5, 0.9, 1.0])
+def test_a_right_dropout_is_not_accused(p, dtype):
+    assert _dropout_of(lambda op, w, v: _drop(op, w) @ v, p, dtype) == ""
 
 
 # --- choosing -------------------------------------------------------------------------------------------------------

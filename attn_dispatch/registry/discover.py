@@ -16,7 +16,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, distributions
 from typing import Any
 
 import pluggy
@@ -148,7 +148,7 @@ on_reset: list[Callable[[], None]] = []  # caches that hold plans of the registr
 def discover(extra: Iterable[tuple[str, Any]] = ()) -> Registry:
     """Load all entry points of the group, and the ``(name, plugin object)`` pairs of ``extra``, into a new registry."""
     collector = _Collector()
-    points = sorted(entry_points(group=hookspecs.GROUP), key=_order)
+    points = sorted(_entry_points(collector), key=_order)
     first: dict[str, str] = {}
     for point in points:
         origin = _origin(point)
@@ -161,6 +161,25 @@ def discover(extra: Iterable[tuple[str, Any]] = ()) -> Registry:
     for name, plugin in extra:
         collector.load(Source(name, f"{name} (given in code)", "given in code"), partial(_given, plugin))
     return collector.finish()
+
+
+def _entry_points(collector: _Collector) -> list[EntryPoint]:
+    """Those of the group, of one distribution after the other: one whose metadata cannot be read is set aside alone."""
+    found: list[EntryPoint] = []
+    names: set[Any] = set()
+    for distribution in distributions():
+        name = "unknown distribution"
+        try:
+            # the first of a name hides the others, as for imports; the private one costs less
+            key = getattr(distribution, "_normalized_name", None) or distribution.name
+            name = str(key)
+            if key not in names:
+                found += [point for point in distribution.entry_points if point.group == hookspecs.GROUP]
+                names.add(key)
+        except Exception as error:  # noqa: BLE001 - a stranger's file; importlib raises what its parser does
+            problem = f"its entry points cannot be read: {type(error).__name__}: {error}"
+            collector.set_aside(name, name, problem, traceback.format_exc())
+    return found
 
 
 def _order(point: EntryPoint) -> tuple[bool, str, str, str]:

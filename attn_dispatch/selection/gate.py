@@ -5,12 +5,11 @@ A candidate is compared with float64 on problems cut to a size where that is che
 then at the size that is tuned, for rows at the beginning, the middle and the end. An element may be off by the budget
 of `attn_dispatch.budgets`, or by `SLACK` times the error that the specification itself makes in the op's dtype,
 whichever is more: on hard inputs the second is the yardstick (as in PyTorch's own tests). Dropout is checked by
-`gate_dropout`: alike without it, different with it, and right on average.
+`gate_dropout`: alike without it; with it which weights are dropped, how the others grow, and the mean.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterator
@@ -30,7 +29,7 @@ from attn_dispatch.selection.gate_dropout import dropout_problem
 from attn_dispatch.selection.samples import KINDS, Sample, as_double, golden, golden_rows, make_sample
 from attn_dispatch.state import state_dtype
 
-__all__ = ["SLACK", "Verdict", "crops", "places", "run_gate", "step"]
+__all__ = ["PROBLEMS", "SLACK", "Problems", "Verdict", "crops", "places", "run_gate", "step"]
 
 SLACK = 8.0
 # Rounding a logit of some hundreds changes its exponential by so many roundings: what `large` inputs may be off more.
@@ -64,12 +63,19 @@ class Verdict:
         return "unverified" if self.unverified else "wrong" if self.problem else "ok"
 
 
-def run_gate(name: str, op: AttentionOp, registry: Registry, seen: dict[Any, Verdict] | None = None) -> Verdict:
+def run_gate(
+    name: str,
+    op: AttentionOp,
+    registry: Registry,
+    seen: dict[Any, Verdict] | None = None,
+    problems: Problems | None = None,
+) -> Verdict:
     """Check one candidate on an op.
 
     Args:
         name: the candidate. op: a canonical op. registry: where the name is registered.
         seen: verdicts on cut problems, kept over the ops of one session: many sizes share one cut problem.
+        problems: inputs and what is right for them, kept for the other candidates of a session, the last `PROBLEMS`.
 
     Returns:
         The verdict; the random state is left as it was. Rows alone do not say what a gradient or a state should be:
@@ -77,10 +83,10 @@ def run_gate(name: str, op: AttentionOp, registry: Registry, seen: dict[Any, Ver
         is that it was not verified.
     """
     with torch.random.fork_rng([torch.cuda.current_device()] if op.device == "cuda" else []):
-        return _gate(name, op, registry, {} if seen is None else seen)
+        return _gate(name, op, registry, {} if seen is None else seen, {} if problems is None else problems)
 
 
-def _gate(name: str, op: AttentionOp, registry: Registry, seen: dict[Any, Verdict]) -> Verdict:
+def _gate(name: str, op: AttentionOp, registry: Registry, seen: dict[Any, Verdict], problems: Problems) -> Verdict:
     errors: dict[str, float] = {}
     fitting = [small for small in crops(op) if rebuild(name, small, registry) is not None]
     if not fitting:
@@ -90,11 +96,11 @@ def _gate(name: str, op: AttentionOp, registry: Registry, seen: dict[Any, Verdic
     for small in fitting:
         key = (name, small)
         if key not in seen:
-            seen[key] = _check(name, small, registry, KINDS, whole=True)
+            seen[key] = _check(name, small, registry, KINDS, True, problems)
         if seen[key].problem:
             return seen[key]
         errors = _worst_of(errors, seen[key].errors)
-    at_size = _check(name, op, registry, ("typical",), whole)
+    at_size = _check(name, op, registry, ("typical",), whole, problems)
     errors = _worst_of(errors, at_size.errors)
     missing = () if at_size.problem or whole or fitting else _needs_all(op)
     if not missing:
@@ -168,8 +174,21 @@ class _Problem:
     gradients: tuple[list[torch.Tensor], list[torch.Tensor]] | None = None
 
 
-@functools.lru_cache(maxsize=20)  # all candidates of an op meet the same problems
-def _problem(op: AttentionOp, kind: str, whole: bool) -> _Problem:
+Problems = dict[Any, Any]
+PROBLEMS = 20  # kept at once: all candidates of an op meet the same ones, and large ones take much memory
+
+
+def _problem(op: AttentionOp, kind: str, whole: bool, problems: Problems) -> _Problem:
+    """The problem, made once for all who share ``problems``."""
+    key = (op, kind, whole)
+    found = problems.pop(key, None) or _make_problem(op, kind, whole)
+    problems[key] = found  # the last used stands last
+    while len(problems) > PROBLEMS:
+        problems.pop(next(iter(problems)))
+    return found
+
+
+def _make_problem(op: AttentionOp, kind: str, whole: bool) -> _Problem:
     sample = make_sample(op, kind, seed=1)
     before = {n: x.detach().clone() for n, x in sample.named().items()}
     # rows alone do not say what a state should be; the cut problems show it
@@ -188,20 +207,22 @@ def _problem(op: AttentionOp, kind: str, whole: bool) -> _Problem:
     return _Problem(sample, before, blocks, upstream, (right, plain))
 
 
-def _check(name: str, op: AttentionOp, registry: Registry, kinds: tuple[str, ...], whole: bool) -> Verdict:
+def _check(
+    name: str, op: AttentionOp, registry: Registry, kinds: tuple[str, ...], whole: bool, problems: Problems
+) -> Verdict:
     candidate = rebuild(name, op, registry)
     if candidate is None:
         return Verdict("it declines the op")
     run = build(candidate, op).run
     errors: dict[str, float] = {}
     for kind in kinds:
-        ready = _problem(op, kind, whole)
+        ready = _problem(op, kind, whole, problems)
         sample, where = ready.sample, f"{kind} inputs, {op}"
         result = run(sample.query, sample.key, sample.value, sample.operands)
         raw = result if isinstance(result, Raw) else Raw(result)
         problem = _changed(sample, ready.before)
         if problem:
-            _problem.cache_clear()  # what was changed must not spoil the next check
+            problems.clear()  # what was changed must not spoil the next check
             return Verdict(f"{problem} ({where})", errors)
         problem, found = _compare(op, ready, raw, _LARGE if kind == "large" else 1.0)
         errors = _worst_of(errors, found)
@@ -213,7 +234,7 @@ def _check(name: str, op: AttentionOp, registry: Registry, kinds: tuple[str, ...
     plain = op.with_(dropout_p=0.0)
     if op.dropout_p == 0 or rebuild(name, plain, registry) is None:
         return Verdict("", errors)
-    without = _check(name, plain, registry, kinds, whole)
+    without = _check(name, plain, registry, kinds, whole, problems)
     return Verdict(without.problem, _worst_of(errors, without.errors))
 
 

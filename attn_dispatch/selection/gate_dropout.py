@@ -1,13 +1,20 @@
-"""Whether a candidate drops weights as it is told: not at all alike, on average right, and backward as forward.
+"""Whether a candidate drops weights as it is told; the gate and the contract suite ask it alike.
 
-What is dropped is random, so no element can be compared. Three things hold of every draw or of many of them: the
-output is not that without dropout; its mean over draws is, within what the variance of dropout allows; and the output
-is linear in the values, so the gradient of the values knows the output, if the backward drops what the forward dropped.
+What is dropped is random, so no element of an output can be compared. What can be said:
+
+1. The output is not that without dropout; one seed gives it again, and another seed does not.
+2. Where each value is one-hot the output is the dropped weights themselves: each is 0 or w / (1 - p), the share of
+   zeros is near p, and where they stand is independent from row to row, head to head and sequence to sequence. Each key
+   stands in two columns, which must agree: dropout on the output would drop them apart.
+3. The output is linear in the values, so the gradient of the values knows the output, if the backward drops what the
+   forward dropped.
+4. The mean over draws is the output without dropout, within what the variance of dropout allows.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,7 +44,8 @@ def dropout_problem(op: AttentionOp, run: Run, sample: Sample, plain: torch.Tens
     """
     torch.manual_seed(6)
     out = _out(run, sample)
-    problem = _is_undropped(op, out.detach().double().cpu(), plain) or _backward_problem(op, out, sample)
+    problem = _is_undropped(op, out.detach().double().cpu(), plain) or _seed_problem(op, run, sample, out)
+    problem = problem or _weights_problem(op, run, sample) or _backward_problem(op, out, sample)
     return (problem, 0.0) if problem or op.dropout_p == 1 else _mean_problem(op, run, sample, plain)
 
 
@@ -61,6 +69,109 @@ def _is_undropped(op: AttentionOp, out: torch.Tensor, plain: torch.Tensor) -> st
     return ""
 
 
+def _seed_problem(op: AttentionOp, run: Run, sample: Sample, out: torch.Tensor) -> str:
+    """``out`` was drawn with the seed 6."""
+    if op.dropout_p == 1 or not out.any():
+        return ""
+    with torch.no_grad():
+        torch.manual_seed(6)
+        same = _out(run, sample)
+        torch.manual_seed(9)
+        other = _out(run, sample)
+    limit = budget(op.dtype, "out")
+    if not torch.allclose(same, out.detach(), rtol=limit.relative, atol=limit.absolute):
+        return "one seed gives two outputs: draw from torch's default generator"
+    pairs = op.B * op.Hq * op.Sq * op.Skv * op.dropout_p * (1 - op.dropout_p)
+    if pairs > 50 and torch.equal(same, other):  # else two seeds may well drop the same
+        return "two seeds give the same output: dropout_p is ignored, or takes no notice of torch.manual_seed"
+    return ""
+
+
+# How far a single weight may be off, relatively: biases are added to scores in the op's own dtype by some kernels.
+_OFF = {"bfloat16": 0.05, "float16": 0.01}
+_FEW = 64  # weights that are too few to say anything
+
+
+def _weights_problem(op: AttentionOp, run: Run, sample: Sample) -> str:
+    """Look at the dropped weights themselves: queries of zeros, so that they are about alike, and one-hot values."""
+    p = op.dropout_p
+    if p == 1 or not isinstance(op.weight, Softmax) or op.Dv < 2 or 0 in (op.B, op.Hq, op.Sq, op.Skv):
+        return ""
+    seen = min(op.Dv // 2, op.Skv)  # keys that one run shows, each in two columns
+    sample = replace(sample, query=torch.zeros_like(sample.query).detach())
+    weights = _weights(op, sample)
+    wanted = math.ceil(400 / (p * (1 - p)) / max(op.B * op.Hq * op.Sq * seen, 1))
+    kept_ratios: list[torch.Tensor] = []
+    drops: list[torch.Tensor] = []
+    tells: list[torch.Tensor] = []
+    for draw in range(max(2, min(32, wanted))):
+        start = 0 if draw % 2 == 0 else op.Skv - seen
+        value = torch.zeros(op.Skv, op.Dv)
+        keys = torch.arange(seen)
+        value[start + keys, keys] = value[start + keys, seen + keys] = 1.0
+        hot = torch.empty_like(sample.value).detach().copy_(value.expand(sample.value.shape))
+        with torch.no_grad():
+            out = _out(run, replace(sample, value=hot)).double().cpu()
+        weight = weights[..., start : start + seen]
+        tell = weight > (1e-4 if op.dtype == "float16" else 1e-7)
+        ratio, twin = (
+            torch.where(tell, x * (1 - p) / torch.where(tell, weight, 1.0), 1.0)
+            for x in (out[..., :seen], out[..., seen : 2 * seen])
+        )
+        if bool(((ratio - twin).abs() > 0.5).any()):
+            return "it drops elements of the output, not weights: two columns of one key are dropped apart"
+        dropped = ratio.abs() < 0.25
+        off = torch.where(tell & ~dropped, (ratio - 1).abs(), 0.0)
+        if float(off.max()) > _OFF.get(op.dtype, 1e-3):
+            found = float(ratio.flatten()[off.argmax()]) / (1 - p)
+            return f"a weight is neither dropped nor scaled by 1 / (1 - {p:g}): it is {found:.4g} times what it was"
+        kept_ratios.append(ratio[tell & ~dropped])
+        drops.append(dropped)
+        tells.append(tell)
+    return _pattern_problem(op, torch.stack(drops), torch.stack(tells), torch.cat(kept_ratios))
+
+
+def _pattern_problem(op: AttentionOp, dropped: torch.Tensor, tells: torch.Tensor, kept: torch.Tensor) -> str:
+    """Which weights were dropped, and how the others grew.
+
+    Args:
+        dropped, tells: bool ``[draws, B, Hq, Sq, keys]``; those that do not tell are excluded by a mask, or tiny.
+        kept: weights that were not dropped, in units of what they should be ``[n]``.
+    """
+    p, count = op.dropout_p, int(tells.sum())
+    if count < _FEW:
+        return ""
+    share = float((dropped & tells).sum()) / count
+    # GPU kernels compare a byte with p: the share is one of 256
+    slack = 5.0 * math.sqrt(p * (1 - p) / count) + 4.0 / count + (0.0 if op.device == "cpu" else 1 / 255)
+    if abs(share - p) > slack:
+        return f"it drops {share:.4g} of {count} weights, not {p:g}"
+    if kept.numel() >= _FEW and abs(float(kept.mean()) - 1) > max(p / 2, 1e-3):
+        return f"kept weights are scaled by {float(kept.mean()) / (1 - p):.5g}, not by 1 / (1 - {p:g})"
+    for axis, what in ((1, "sequences"), (2, "heads"), (3, "rows"), (4, "keys")):
+        size = dropped.shape[axis]
+        one, two = (x.narrow(axis, 0, size - 1) for x in (dropped, tells))
+        other, too = (x.narrow(axis, 1, size - 1) for x in (dropped, tells))
+        both = two & too
+        pairs = int(both.sum())
+        if pairs * p * (1 - p) < _FEW:
+            continue
+        product = torch.where(both, (one.double() - p) * (other.double() - p), 0.0).sum() / (pairs * p * (1 - p))
+        # of independent pairs the variance is that of a product: rare drops make it skewed, hence the wide bound
+        if float(product) > 0.5:
+            return f"neighbouring {what} drop the same: the correlation is {float(product):.2f}"
+    return ""
+
+
+def _weights(op: AttentionOp, sample: Sample) -> torch.Tensor:
+    """The weights before dropout, in float64."""
+    wide = sample.double()
+    weighing = as_double(op).with_(outputs=Outputs(weights=True), grad=())
+    weights = reference.attention(weighing, wide.query, wide.key, wide.value, wide.operands).weights
+    assert weights is not None
+    return weights
+
+
 def _backward_problem(op: AttentionOp, out: torch.Tensor, sample: Sample) -> str:
     """``sum(out * up)`` is ``sum(value * gradient of value)``, for whatever was dropped."""
     if "value" not in op.grad or not isinstance(op.weight, Softmax) or not out.requires_grad:
@@ -79,11 +190,7 @@ def _mean_problem(op: AttentionOp, run: Run, sample: Sample, plain: torch.Tensor
     least, most = _DRAWS
     most = min(most, _PAIRS // max(op.B * op.Hq * op.Sq * op.Skv, 1))
     draws = max(least, min(most, math.ceil(16 / (p * (1 - p)))))
-    wide = sample.double()
-    weighing = as_double(op).with_(outputs=Outputs(weights=True), grad=())
-    weights = reference.attention(weighing, wide.query, wide.key, wide.value, wide.operands).weights
-    assert weights is not None
-    variance = reference.grouped_matmul(weights**2, wide.value**2) * (p / (1 - p)) / draws
+    variance = reference.grouped_matmul(_weights(op, sample) ** 2, sample.double().value ** 2) * (p / (1 - p)) / draws
     with torch.no_grad():
         total = sum((_out(run, sample).double().cpu() for _ in range(draws)), torch.zeros_like(plain))
     limit = budget(op.dtype, "out")

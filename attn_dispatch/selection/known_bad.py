@@ -1,7 +1,8 @@
 """Known-bad combinations: backend x version x hardware x op, as data in YAML, each with the report that it rests on.
 
 Entries come from three places: the package (``known_bad.yaml``), plugins (hook ``attn_dispatch_known_bad``), and the
-``known_bad:`` of pin files. An entry that matches refuses its backend with its text and link, in every chain.
+``known_bad:`` of pin files. An entry that matches refuses its backend with its text and link, in every chain: ``when``
+is matched after rewriting, on the op that the backend gets.
 
 Naming a backend does not override an entry: whoever writes ``backend=`` asks for a kernel, not for wrong numbers.
 Naming the entry does: ``allow_known_bad: [ID]`` in a pin file, or ``ATTN_DISPATCH_ALLOW_KNOWN_BAD=ID``.

@@ -31,7 +31,7 @@ from attn_dispatch.registry import Registry
 from attn_dispatch.selection.candidates import Candidate, build
 from attn_dispatch.selection.decide import ranked
 from attn_dispatch.selection.environment import environment
-from attn_dispatch.selection.gate import Verdict, run_gate, step
+from attn_dispatch.selection.gate import Problems, Verdict, run_gate, step
 from attn_dispatch.selection.probe import failure_of, try_apart
 from attn_dispatch.selection.samples import make_sample
 from attn_dispatch.selection.store import Entry, Record
@@ -73,10 +73,11 @@ class Effort:
 
 @dataclass
 class Session:
-    """What tuning several ops shares: verdicts on cut problems, which many ops have in common."""
+    """What tuning several ops shares: verdicts on cut problems, which many ops have in common, and those problems."""
 
     effort: Effort = field(default_factory=Effort)
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
+    problems: Problems = field(default_factory=dict, repr=False)
 
 
 def tune(op: AttentionOp, registry: Registry, session: Session | None = None) -> Entry:
@@ -249,7 +250,7 @@ def _gate(
                 failed.append(failure)
                 continue
         try:
-            verdict = run_gate(name, op, registry, session.verdicts)
+            verdict = run_gate(name, op, registry, session.verdicts, session.problems)
         except Exception as error:  # noqa: BLE001 - a candidate's failure is its record
             failed.append(failure_of(name, error))
             continue

@@ -52,6 +52,7 @@ __all__ = [
     "golden",
     "op_of",
     "outputs_of",
+    "worst_error",
 ]
 
 
@@ -248,14 +249,14 @@ def _compare(label: str, case: Case, ready: _Prepared, result: Any) -> dict[str,
     _require(out.dtype == query.dtype, "contract", f"{label}: out is {out.dtype} for a query of {query.dtype}", "out")
     shared = [n for n, x in ready.inputs.named().items() if out.numel() and _share(out, x)]
     _require(not shared, "contract", f"{label}: out shares its memory with {', '.join(shared)}", "out")
-    errors["out"] = _worst(f"{label}: out", as_four(out, case), want.out, budget(case.dtype, "out"))
+    errors["out"] = worst_error(f"{label}: out", as_four(out, case), want.out, budget(case.dtype, "out"))
     if case.lse:
         acc = torch.float64 if query.dtype == torch.float64 else torch.float32
         _require(lse.dtype == acc, "contract", f"{label}: lse is {lse.dtype}, not {acc}", "lse")
-        errors["lse"] = _worst(f"{label}: lse", lse.reshape(want.lse.shape), want.lse, budget(case.dtype, "lse"))
+        errors["lse"] = worst_error(f"{label}: lse", lse.reshape(want.lse.shape), want.lse, budget(case.dtype, "lse"))
     if case.weights:
         got = weights.reshape(want.weights.shape)
-        errors["weights"] = _worst(f"{label}: weights", got, want.weights, budget(case.dtype, "weights"))
+        errors["weights"] = worst_error(f"{label}: weights", got, want.weights, budget(case.dtype, "weights"))
     if case.grad:
         leaves = [ready.inputs.named()[name] for name in case.grad]
         lse4 = None if lse is None else lse.reshape(want.lse.shape)
@@ -263,7 +264,7 @@ def _compare(label: str, case: Case, ready: _Prepared, result: Any) -> dict[str,
         for name, got in zip(case.grad, grads, strict=True):
             limit = budget(case.dtype, "grad")
             errors["grad"] = max(
-                errors.get("grad", 0.0), _worst(f"{label}: grad of {name}", got, want.grads[name], limit)
+                errors.get("grad", 0.0), worst_error(f"{label}: grad of {name}", got, want.grads[name], limit)
             )
     return errors
 
@@ -280,7 +281,9 @@ def _compare_state(
             wrong = f"{label}: state.{name} is {state[name].dtype}, not {acc}"
             _require(state[name].dtype == acc, "contract", wrong, "state")
             limit = budget(str(acc).removeprefix("torch."), "grad")  # sums over all keys, as gradients are
-            errors["state"] = max(errors.get("state", 0.0), _worst(f"{label}: {name}", state[name], want[name], limit))
+            errors["state"] = max(
+                errors.get("state", 0.0), worst_error(f"{label}: {name}", state[name], want[name], limit)
+            )
             for given in ready.inputs.linear.values():
                 own = state[name].data_ptr() != given.data_ptr()
                 _require(own, "contract", f"{label}: state.{name} is the tensor that went in", "state")
@@ -296,7 +299,7 @@ def _parts(case: Case, result: Any) -> tuple[torch.Tensor, Any, Any]:
     return (result[0], None, result[1]) if case.weights else (result, None, None)
 
 
-def _worst(label: str, got: torch.Tensor, want: torch.Tensor, limit: Budget) -> float:
+def worst_error(label: str, got: torch.Tensor, want: torch.Tensor, limit: Budget) -> float:
     """The largest error in units of the budget; NaN and Inf must stand where they are wanted and nowhere else."""
     got, want = got.detach().double(), want.detach().double()
     of = label.rpartition(": ")[2].split(" ")[0]  # out, lse, weights, grad, S, z

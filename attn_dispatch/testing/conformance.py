@@ -3,7 +3,8 @@
 Each case of the table ends as one of five:
 
 ==================  ================================================================================================
-verified            it ran and is right against float64, twice alike where the backend says that it is deterministic
+verified            it ran and is right against float64, twice alike where the backend says that it is deterministic,
+                    and one executable is right for other values and sizes of its bucket, run after run
 refused rightly     it declined for a reason that it declared
 needlessly refused  it declined, and was right when asked all the same: a hint, not a failure
 wrong               it claims the case and its numbers are off, or it raised
@@ -35,6 +36,7 @@ from attn_dispatch.registry.guarding import Watch
 from attn_dispatch.testing import CASES, Case, CaseError, Verdict, check, op_of, outputs_of
 from attn_dispatch.testing.diagnosis import Diagnosis, diagnose
 from attn_dispatch.testing.dropout import dropout_problem
+from attn_dispatch.testing.reuse import reuse_problem
 
 __all__ = ["Conformance", "Line", "Outcome", "Try", "attempt", "conform", "try_here"]
 
@@ -180,7 +182,9 @@ def _line(backend: str, case: Case, registry: Registry, deterministic: bool) -> 
     with Watch() as watch:
         try:
             result = check(backend, case, registry)
-            again = _differs(backend, case, registry) if deterministic and result.verdict is Verdict.VERIFIED else ""
+            right = result.verdict is Verdict.VERIFIED
+            again = _differs(backend, case, registry) if deterministic and right else ""
+            kept = reuse_problem(backend, case, registry) if right and not again else ""
         except CaseError as error:
             return _explained(backend, case, registry, words, error), ()
         except Exception as error:  # noqa: BLE001 - a stranger's backend may raise anything; it is the result
@@ -193,6 +197,9 @@ def _line(backend: str, case: Case, registry: Registry, deterministic: bool) -> 
         return Line(case.id, Outcome.LIED, words, f"it {' and '.join(watch.changes)}", fix), ()
     if again:
         return Line(case.id, Outcome.LIED, words, again, "declare deterministic=False"), ()
+    if kept:
+        fix = "read batch and lengths from the tensors, keep no input and no output between runs, or declare a limit"
+        return Line(case.id, Outcome.LIED, words, kept, fix), ()
     return Line(case.id, Outcome.VERIFIED, words, error=max(result.errors.values(), default=0.0)), ()
 
 

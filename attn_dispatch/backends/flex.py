@@ -44,6 +44,7 @@ class Flex(Backend):
     name = "flex"
     tested = "cpu"
     compile_s = _COMPILE_S
+    start_s = _COMPILE_S
     hints = {  # noqa: RUF012
         "grad": "bands, gather_columns, gather_blocks and residue_classes have gradients before any backend",
         "lse": 'backend="blocked"',

@@ -62,6 +62,8 @@ def open_session(path: Path, threads: int = 0) -> Any:
         raise ExportError(f"verify=True runs the model on onnxruntime, which is not installed: {remedy}") from error
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads or torch.get_num_threads()
+    # threads that spin would slow whoever runs next: torch, or another session
+    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4  # what it says comes as an exception too
     try:
         return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -107,7 +107,13 @@ def ranked(op: AttentionOp, registry: Registry) -> tuple[list[tuple[Candidate, f
 
 
 def _place(candidate: Candidate, estimate: float, position: Mapping[str, int]) -> tuple[Any, ...]:
-    return (candidate.backend.start_s, estimate, len(candidate.chain.names), position[candidate.backend.name], candidate.name)
+    return (
+        candidate.backend.start_s,
+        estimate,
+        len(candidate.chain.names),
+        position[candidate.backend.name],
+        candidate.name,
+    )
 
 
 def _estimate(candidate: Candidate, op: AttentionOp) -> float | Reason:

@@ -55,7 +55,7 @@ def found(monkeypatch):
     """A registry of the built-in backends and the four plugins from their folders, on a machine that has nothing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     built_in = [p for p in entry_points(group="attn_dispatch") if p.dist is not None and p.dist.name == "attn-dispatch"]
-    monkeypatch.setattr(discovery, "entry_points", lambda group: built_in)
+    monkeypatch.setattr(discovery, "_entry_points", lambda collector: built_in)
     modules = []
     for vendor in VENDORS:
         monkeypatch.syspath_prepend(str(PLUGINS / vendor))

@@ -13,6 +13,7 @@ are left as they were: samples come from private generators, gradients from `tor
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,6 +40,8 @@ from attn_dispatch.selection.timing import Timing, interleaved, spread
 __all__ = ["MARGIN", "Effort", "Session", "choose", "tune", "version_of"]
 
 MARGIN = 0.03
+# The standard error of a median is 1.253 sigma / sqrt(n), and sigma is the interquartile range / 1.349.
+_TWO_ERRORS = 2 * 1.253 / 1.349
 
 
 @dataclass(frozen=True)
@@ -167,14 +170,15 @@ def choose(
 
 
 def _is_as_fast(timing: Timing, best: Timing) -> bool:
-    """Within max(3 %, the spread) of the fastest; the spread is that of the ratio within rounds, which both shared.
+    """Within max(3 %, the spread) of the fastest.
 
-    Not the error of its median: a candidate whose times jump would win by luck and then be slow half of the time.
+    The spread is that of the median: twice its standard error, of the ratio within rounds, which both shared. The
+    spread of single rounds would keep a choice that loses by a fifth, whenever the machine is busy.
     """
     saved = 1.0 - best.median_us / timing.median_us
     if timing.samples and len(timing.samples) == len(best.samples):
         ratios = [theirs / mine for mine, theirs in zip(timing.samples, best.samples, strict=True)]
-        saved, noise = 1.0 - statistics.median(ratios), spread(ratios)
+        saved, noise = 1.0 - statistics.median(ratios), _TWO_ERRORS * spread(ratios) / math.sqrt(len(ratios))
     else:
         noise = max(timing.spread_us, best.spread_us) / timing.median_us
     return saved <= max(MARGIN, noise)

@@ -245,6 +245,16 @@ def test_a_cache_of_fixed_size_with_a_ragged_batch(form, tmp_path):
         export_onnx(model, given, tmp_path / "n.onnx", opset=23)
 
 
+def test_a_write_into_a_cache_fits_it():
+    cache, new, at = torch.zeros(3, 2, 8, 4), torch.ones(3, 2, 2, 4), torch.tensor([0, 3, 6])
+    assert nn.tensor_scatter(cache, new, at).sum() == new.sum()
+    for wrong in ((cache, new[:2], at), (cache, new, at[:1]), (cache, new[..., :2], at), (cache, new, at.int())):
+        with pytest.raises(InputError):
+            nn.tensor_scatter(*wrong)
+    with pytest.raises(InputError, match=r"rows 0 .. 8 do not fit into a cache of 8"):
+        nn.tensor_scatter(cache, new, at + torch.tensor([0, 0, 1]))
+
+
 def test_attention_outside_the_dispatcher_is_named(tmp_path):
     class Mixed(torch.nn.Module):
         def __init__(self) -> None:

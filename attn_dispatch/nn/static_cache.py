@@ -42,7 +42,10 @@ def tensor_scatter(past_cache: torch.Tensor, update: torch.Tensor, write_indices
     for name, ok in (
         ("update must have past_cache's head size", past_cache.shape[3] == update.shape[3]),
         ("update must have past_cache's dtype", past_cache.dtype == update.dtype),
-        ("past_cache, update and write_indices must have one B", past_cache.shape[0] == update.shape[0]),
+        (
+            "past_cache, update and write_indices must have one B",
+            past_cache.shape[0] == update.shape[0] == write_indices.shape[0],
+        ),
         ("write_indices must be int64 [B]", write_indices.dtype == torch.int64 and write_indices.ndim == 1),
     ):
         if not ok:

@@ -302,6 +302,8 @@ def columns(prefix: int | None = None, *, keep: torch.Tensor | None = None) -> M
     """Keys that every query may attend: the first ``prefix``, or where ``keep`` (``[Skv]``/``[B, Skv]``) is True."""
     if (prefix is None) == (keep is None):
         raise ValueError("give either prefix= or keep=")
+    if isinstance(prefix, torch.Tensor):
+        raise InputError("prefix is a number of keys, got a tensor", remedy="masks.columns(keep=tensor)")
     return KeyRange(0, prefix) if prefix is not None else Columns(keep)  # type: ignore[arg-type]
 
 

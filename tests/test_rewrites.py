@@ -244,13 +244,63 @@ def test_trim_lengths_rule_2_gives_padded_queries_0_and_minus_infinity():
     assert [tensors[0].shape[2] for tensors, _ in call.inner] == [3]
 
 
-def test_trim_lengths_rule_3_runs_equal_lengths_as_one_batch():
+def kept_between(*spans, size=8):
+    at = torch.arange(size)
+    return torch.stack([(at >= lo) & (at < hi) for lo, hi in spans])[:, None, None]
+
+
+def with_columns(kept, **arguments):
+    """A causal call under key padding, as transformers' masks are: the columns are an operand of the op."""
+    return Call(b=kept.shape[0], attn_mask=masks.causal() & masks.columns(keep=kept[:, 0, 0]), **arguments)
+
+
+def test_trim_lengths_rule_1_cuts_off_the_columns_on_either_side():
+    call = Call(b=3, attn_mask=kept_between((3, 8), (0, 6), (2, 5)))
+    call.tensors[1][0, :, :3] = math.nan
+    close(call.run(TrimLengths()), call.want().out)
+    assert sorted(call.key_lengths_seen()) == [3, 5, 6]
+
+
+def test_trim_lengths_rule_3_cuts_off_the_queries_before_a_left_padded_sequence():
+    call = with_columns(kept_between((0, 8), (3, 8), (3, 8), (8, 8)), return_lse=True, window=(3, 0))
+    for tensor in call.tensors[1:]:
+        tensor[1, :, :3] = math.nan
+    got, want = call.run(TrimLengths()), call.want()
+    close(got.out, want.out)
+    close(got.lse, want.lse)
+    assert [(q.shape[0], q.shape[2], k.shape[2]) for (q, k, _), _ in call.inner] == [(1, 8, 8), (2, 5, 5)]
+
+
+def test_trim_lengths_rule_3_needs_causal_and_a_square():
+    kept = kept_between((0, 8), (3, 8))[:, 0, 0]
+    assert "would move" in refusal(TrimLengths(), Call(b=2, attn_mask=masks.window(2, 2) & masks.columns(keep=kept)))
+    assert "would move" in refusal(
+        TrimLengths(), Call(b=2, attn_mask=masks.causal() & masks.chunked(4) & masks.columns(keep=kept))
+    )
+    assert "square" in refusal(TrimLengths(), Call(b=2, sq=4, attn_mask=masks.causal() & masks.columns(keep=kept)))
+
+
+def test_trim_lengths_rule_4_gathers_keys_with_gaps_and_asks_the_reference_where_positions_count():
+    kept = kept_between((1, 8), (0, 8))
+    kept[0, ..., 4] = False
+    call = Call(b=2, attn_mask=kept)
+    close(call.run(TrimLengths()), call.want().out)
+    assert sorted(call.key_lengths_seen()) == [6, 8]
+    call = with_columns(kept, return_lse=True)
+    call.tensors[1][0, :, 4] = math.nan
+    got, want = call.run(TrimLengths()), call.want()
+    close(got.out, want.out)
+    close(got.lse, want.lse)
+    assert call.key_lengths_seen() == [8]
+
+
+def test_trim_lengths_rule_5_runs_equal_lengths_as_one_batch():
     call = Call(b=4, key_lengths=torch.tensor([5, 2, 5, 5]))
     close(call.run(TrimLengths()), call.want().out)
     assert sorted(tensors[0].shape[0] for tensors, _ in call.inner) == [1, 3]
 
 
-def test_trim_lengths_rule_4_is_not_for_a_gpu_nor_for_tensors_without_values():
+def test_trim_lengths_rule_6_is_not_for_a_gpu_nor_for_tensors_without_values():
     op = Call(b=2, key_lengths=torch.tensor([3, 8])).op
     on_gpu = op.with_(query=TensorDesc(op.query.shape, "float32", "cuda"))
     for other in (on_gpu, op.with_(traced=True)):

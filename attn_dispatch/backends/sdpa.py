@@ -70,7 +70,7 @@ def additive_mask(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands
     if not biases:
         if allowed is None:
             return None
-        return torch.zeros_like(allowed, dtype=q.dtype).masked_fill(~allowed, -math.inf)
+        return torch.where(allowed, 0.0, -math.inf).to(q.dtype)
     total = biases[0]
     for bias in biases[1:]:
         total = total + bias

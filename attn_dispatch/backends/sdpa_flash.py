@@ -26,6 +26,8 @@ from attn_dispatch.ir.ops import AttentionOp
 
 __all__ = ["SdpaFlash"]
 
+_CORE_CACHE_BYTES = 384 << 10  # of a second-level cache of 512 KiB, measured on AMD EPYC
+_CORE_CACHE_SPEEDUP = 4.0
 _WIDEST_VECTOR = 16  # float32 lanes of AVX-512
 _ONES = tuple(Limit(name, minimum=1) for name in ("B", "Hq", "Sq", "Skv", "D"))
 
@@ -70,10 +72,13 @@ class SdpaFlash(Backend):
         return Executable(_compile_cpu(op) if op.device == "cpu" else _compile_cuda(op))
 
     def estimate(self, op: AttentionOp) -> Cost:
-        # each query head reads its own keys again: the kernel does not share them inside a group
+        # each query head reads its own keys again: the kernel does not share them inside a group. On the CPU heads of a
+        # group follow each other, and read them from the cache where those of one head fit into it
         visited = 0.5 if is_causal_only(op) and op.Sq == op.Skv else 1.0
         cost = dense_cost(op, visited)
-        again = op.query.itemsize * op.B * (op.Hq - op.Hkv) * op.Skv * (op.D + op.Dv)
+        again = 1.0 * op.query.itemsize * op.B * (op.Hq - op.Hkv) * op.Skv * (op.D + op.Dv)
+        if op.device == "cpu" and op.key.itemsize * op.Skv * (op.D + op.Dv) <= _CORE_CACHE_BYTES:
+            again /= _CORE_CACHE_SPEEDUP
         masked = not isinstance(op.mask, (Full, Causal))
         copies = 2.0 * op.key.itemsize * op.B * op.Hkv * op.Skv * (op.D + op.Dv) if "scattered" in op.features else 0.0
         return Cost(cost.flops, cost.bytes + again + copies, 2.0 if masked else 1.0)

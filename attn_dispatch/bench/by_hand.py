@@ -209,7 +209,10 @@ def _per_sequence(given: _Given) -> Forward:
     _need(op.B > 1 and bool(padding) and len(padding) + causal == len(parts))
     _need(op.q_offset == 0)
     _need(given.sinks is None and given.softcap is None)
-    keys, rows = _true_lengths(op, given.sample, padding)
+    keys, rows = _true_spans(op, given.sample, padding)
+    if causal and any(span.start for span in keys):  # left-padded: the queries before the first key see nothing
+        _need(op.Sq == op.Skv)
+        rows = [slice(max(k.start, r.start), r.stop) for k, r in zip(keys, rows, strict=True)]
     bias = float_mask(op.with_(mask=Full()), given.sample) if given.has_bias else None
     _need(not (causal and bias is not None))
     gqa = op.groups != 1
@@ -217,36 +220,38 @@ def _per_sequence(given: _Given) -> Forward:
     q = q.reshape(op.B, op.Hkv, op.groups, op.D) if fold else q
 
     def one(i: int) -> torch.Tensor:
-        n, m = keys[i], q.shape[2] if fold else rows[i]
-        mask = None if bias is None else bias[min(i, bias.shape[0] - 1), :, :m, :n]
+        n, m = keys[i], slice(None) if fold else rows[i]
+        mask = None if bias is None else bias[min(i, bias.shape[0] - 1), :, m, n]
         return _sdpa(
-            q[i : i + 1, :, :m], k[i : i + 1, :, :n], v[i : i + 1, :, :n], attn_mask=mask, is_causal=causal,
+            q[i : i + 1, :, m], k[i : i + 1, :, n], v[i : i + 1, :, n], attn_mask=mask, is_causal=causal,
             scale=op.scale, enable_gqa=gqa and not fold,
         )  # fmt: skip
 
     def forward() -> torch.Tensor:
         outs = [one(i) for i in range(op.B)]
-        if min(rows) < op.Sq:
-            outs = [F.pad(out, (0, 0, 0, op.Sq - out.shape[2])) for out in outs]
+        if any(out.shape[2] < op.Sq for out in outs):
+            outs = [F.pad(out, (0, 0, m.start, op.Sq - m.stop)) for out, m in zip(outs, rows, strict=True)]
         return torch.cat(outs).reshape(op.B, op.Hq, op.Sq, op.Dv)
 
     return forward
 
 
-def _true_lengths(op: AttentionOp, sample: Sample, padding: list[Mask]) -> tuple[list[int], list[int]]:
+def _true_spans(op: AttentionOp, sample: Sample, padding: list[Mask]) -> tuple[list[slice], list[slice]]:
     """Keys and query rows of each sequence."""
-    keys, rows = [op.Skv] * op.B, [op.Sq] * op.B
+    keys, rows = [slice(0, op.Skv)] * op.B, [slice(0, op.Sq)] * op.B
     for part in padding:
-        name = part.refs()[0]
-        values = sample.operands[name]
+        values = sample.operands[part.refs()[0]]
         if isinstance(part, Columns):
             _need(values.ndim == 2)
-            lengths = values.sum(-1)
-            _need(torch.equal(values, torch.arange(op.Skv) < lengths[:, None]))
+            firsts, lengths = values.int().argmax(-1), values.sum(-1)
+            at = torch.arange(op.Skv)
+            _need(torch.equal(values, (at >= firsts[:, None]) & (at < (firsts + lengths)[:, None])))
         else:
             lengths = values
-        found = [int(n) for n in lengths.expand(op.B)]
-        _need(min(found) > 0)
+            firsts = torch.zeros_like(lengths)
+        _need(bool((lengths > 0).all()))
+        ends = (firsts + lengths).expand(op.B).tolist()
+        found = [slice(first, end) for first, end in zip(firsts.expand(op.B).tolist(), ends, strict=True)]
         if isinstance(part, QueryLengths):
             rows = found
         else:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +21,13 @@ from attn_dispatch.ir.tensors import short_dtype
 from attn_dispatch.ir.weights import Linear, Softmax
 from attn_dispatch.registry import Registry, current
 from attn_dispatch.selection.samples import Sample, make_sample
-from attn_dispatch.selection.timing import interleaved
+from attn_dispatch.selection.timing import Timing, interleaved
 
 __all__ = ["MIN_ROUNDS", "Effort", "Line", "Row", "label", "measure"]
 
 MIN_ROUNDS = 5
+_FINAL_ROUNDS = 9  # at least, of those that are close to the fastest
+_CLOSE = 1.25  # this many times the fastest's time
 _HOPELESS = 10.0  # this many times slower than the fastest: one call says enough
 _HEAVY_S = 0.2  # and only where its turns would take long
 _ALWAYS = {"ours", "sdpa"}  # ratios are of these
@@ -35,8 +38,9 @@ class Effort:
     """How long an op is measured.
 
     Args:
-        rounds: rounds in which all contenders take turns. total_s: fewer rounds (never under `MIN_ROUNDS`) where they
-            would take longer. turn_s: calls are repeated within a turn until they take about this long.
+        rounds: rounds in which all contenders take turns; those that are close to the fastest then take twice as many
+            turns by themselves. total_s: fewer rounds (never under `MIN_ROUNDS`) where either would take longer.
+        turn_s: calls are repeated within a turn until they take about this long.
     """
 
     rounds: int = 15
@@ -52,6 +56,7 @@ class Line:
         name, kind: see `Contender`. median_us, spread_us: over rounds; None when it was not timed.
         note: why it was not (``n/a: ...``, ``wrong: ...``, ``failed: ...``), or ``one call``.
         make_s: seconds it took to prepare: compilation, a session; not part of the time.
+        samples: what each round said, of those that were in the second timing.
     """
 
     name: str
@@ -60,6 +65,7 @@ class Line:
     spread_us: float | None = None
     note: str = ""
     make_s: float = 0.0
+    samples: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ class Row:
 
     Args:
         name: unique in its suite. chosen, source: what `dispatch.attention` runs, and where that choice comes from.
-        rounds: how many were taken. count, layers: how often the op runs in its workload, and in how many layers.
+        rounds: how many were taken, in the second timing.
+        count, layers: how often the op runs in its workload, and in how many layers.
     """
 
     name: str
@@ -107,7 +114,11 @@ class Row:
 
     @property
     def regret_torch(self) -> float | None:
-        """How much slower ours is than the fastest of itself, our candidates and the forms by hand; 0.1 is 10 %."""
+        """How much slower ours is than the fastest of itself, our candidates and the forms by hand; 0.1 is 10 %.
+
+        The fastest is picked by one half of the rounds and compared with ours in the other, both ways: the lowest of
+        many medians from the same rounds would be below anybody's true time.
+        """
         return self._regret("ours", "candidate", "torch")
 
     @property
@@ -120,8 +131,18 @@ class Row:
         return None if mine is None or line is None or line.median_us is None else line.median_us / mine
 
     def _regret(self, *kinds: str) -> float | None:
-        over = self._over(self.fastest(*kinds))
-        return None if over is None else 1.0 / over - 1.0
+        mine = next((line for line in self.lines if line.kind == "ours"), None)
+        close = [line for line in self.lines if line.kind in kinds and line.samples]
+        if mine is None or not mine.samples:
+            over = self._over(self.fastest(*kinds))
+            return None if over is None else 1.0 / over - 1.0
+        halves = (slice(0, None, 2), slice(1, None, 2))
+        found: list[float] = []
+        for picks, judges in (halves, halves[::-1]):
+            best = min(close, key=lambda line: statistics.median(line.samples[picks]))
+            pairs = zip(mine.samples[judges], best.samples[judges], strict=True)
+            found.append(statistics.median(ours_us / best_us for ours_us, best_us in pairs))
+        return max(0.0, statistics.fmean(found) - 1.0)
 
 
 def label(op: AttentionOp) -> str:
@@ -228,16 +249,35 @@ def _time(tried: list[_Tried], effort: Effort, device: str) -> tuple[list[Line],
     fastest = min(one.once_s for one in ready)
     slow = {one.line.name for one in ready if one.once_s > max(_HOPELESS * fastest, _HEAVY_S)} - _ALWAYS
     taking = {one.line.name: one.step for one in ready if one.step is not None and one.line.name not in slow}
-    round_s = sum(max(one.once_s, effort.turn_s) for one in ready if one.line.name in taking)
-    rounds = min(effort.rounds, max(MIN_ROUNDS, int(effort.total_s / max(round_s, 1e-9))))
+    once = {one.line.name: max(one.once_s, effort.turn_s) for one in ready}
+
+    def rounds_of(names: Iterable[str], wanted: int, least: int) -> int:
+        return min(wanted, max(least, int(effort.total_s / sum(once[name] for name in names))))
+
+    rounds = rounds_of(taking, effort.rounds, min(effort.rounds, MIN_ROUNDS))
     times = interleaved(taking, rounds, effort.turn_s, device=device)
+    close = _close(times, {one.line.name: one.line.kind for one in ready})
+    finals = rounds_of(close, 2 * effort.rounds, min(2 * effort.rounds, _FINAL_ROUNDS))
+    again = interleaved({name: taking[name] for name in close}, finals, effort.turn_s, device=device)
     lines = []
     for one in tried:
         line = one.line
         if line.name in times:
-            timing = times[line.name]
-            line = Line(line.name, line.kind, timing.median_us, timing.spread_us, "", line.make_s)
+            timing = again.get(line.name, times[line.name])
+            samples = timing.samples if line.name in again else ()
+            line = Line(line.name, line.kind, timing.median_us, timing.spread_us, "", line.make_s, samples)
         elif line.name in slow:
             line = Line(line.name, line.kind, one.once_s * 1e6, None, "one call", line.make_s)
         lines.append(line)
-    return lines, rounds
+    return lines, finals
+
+
+def _close(times: Mapping[str, Timing], kinds: Mapping[str, str]) -> list[str]:
+    """Who is timed again: those that ratios are of, and those that may be the fastest, of all or of their kind."""
+    best = {kind: min(t.median_us for n, t in times.items() if kinds[n] == kind) for kind in {kinds[n] for n in times}}
+    fastest = min(best.values())
+    return [
+        name
+        for name, timing in times.items()
+        if name in _ALWAYS or timing.median_us <= _CLOSE * fastest or timing.median_us == best[kinds[name]]
+    ]

@@ -1,9 +1,13 @@
 """``trim_lengths``: compute each sequence of a padded batch at its true length.
 
-1. Key padding (``KeyLengths`` in a conjunction) is cut off the keys, so what is padded is never read.
+1. Key padding (``KeyLengths``, or ``Columns`` per batch, in a conjunction) is cut off the keys: padding is never read.
 2. Query padding (``QueryLengths``) is cut off the queries; the rows beyond are 0 with lse -inf.
-3. Sequences of equal lengths run as one batch.
-4. The lengths are read at run time, so this is for the CPU: on a GPU reading them would wait for the device.
+3. Under ``Causal``, the queries before a left-padded sequence's first key see nothing and are cut off too. Positions of
+   queries and keys then move alike, so this needs a square op at offset 0 and a mask of distances alone.
+4. Kept keys are gathered where they have gaps; where positions count, which a gap would move, such a sequence is
+   computed by the reference.
+5. Sequences of equal lengths run as one batch.
+6. The lengths are read at run time, so this is for the CPU: on a GPU reading them would wait for the device.
 """
 
 from __future__ import annotations
@@ -14,9 +18,10 @@ from typing import Any
 
 import torch
 
+from attn_dispatch import reference
 from attn_dispatch.backend import Cost, Operands, Raw, Run
 from attn_dispatch.capability import Reason
-from attn_dispatch.ir.atoms import Full, KeyLengths, QueryLengths
+from attn_dispatch.ir.atoms import Causal, Columns, Full, KeyLengths, QueryLengths, Stride, Window
 from attn_dispatch.ir.masks import And, Mask
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Alibi, Bias
@@ -28,13 +33,40 @@ from attn_dispatch.rewrites.base import Rewrite, Rewritten, not_useful
 __all__ = ["TrimLengths"]
 
 _EXPECTED_FILL = 0.6  # of a padded length, when nothing is known; the cost model needs a number
+_DISTANCES = (Causal, Stride, Window)  # atoms that look at ``p - j`` alone
 
 
 @dataclass(frozen=True)
 class _Lengths:
+    """The operands that say what is padding, and what is left of the mask.
+
+    Args:
+        keys, queries: names of lengths ``[B]``. columns: name of a mask ``[B, Skv]``.
+        rest: the mask without them. positional: whether positions count in what is left.
+    """
+
     keys: str | None
     queries: str | None
+    columns: str | None
     rest: Mask
+    positional: bool
+
+
+@dataclass(frozen=True)
+class _Span:
+    """What of a sequence is computed.
+
+    Args:
+        rows, keys: from where to where. kept: which of these keys, where they have gaps; a tuple, so that it compares.
+    """
+
+    rows: tuple[int, int]
+    keys: tuple[int, int]
+    kept: tuple[bool, ...] | None = None
+
+    @property
+    def empty(self) -> bool:
+        return self.rows[0] >= self.rows[1] or self.keys[0] >= self.keys[1]
 
 
 class TrimLengths(Rewrite):
@@ -58,10 +90,12 @@ class TrimLengths(Rewrite):
                 return Reason("feature", word, text=f"not with {word}: the lengths are read on the host, per sequence")
         if any(ref for atom in lengths.rest.atoms() for ref in atom.refs()):
             return Reason("feature", "mask", text=f"the rest of the mask, {lengths.rest}, has tensors per batch")
-        alibi = any(isinstance(term, Alibi) for term in op.score)  # counts positions too
-        offset = op.static_offset() if lengths.rest.positional or alibi else 0
-        sq = _expected(op.Sq) if lengths.queries else op.Sq
-        skv = _expected(op.Skv) if lengths.keys else op.Skv
+        if lengths.columns is not None and lengths.positional and (reason := _why_positions_stay(op, lengths)):
+            return reason
+        offset = op.static_offset() if lengths.positional else 0
+        both = lengths.columns is not None and lengths.positional
+        sq = _expected(op.Sq) if lengths.queries or both else op.Sq
+        skv = _expected(op.Skv) if lengths.keys or lengths.columns else op.Skv
         inner = op.resized(1 if op.B > 1 else op.B, sq, skv).with_(mask=lengths.rest, q_offset=offset or 0)
         inner = inner.with_(operands=tuple((n, d) for n, d in inner.operands if n in used_names(inner)))
 
@@ -77,41 +111,107 @@ def _expected(length: int) -> int:
 
 
 def _split(op: AttentionOp) -> _Lengths | None:
-    """Take at most one KeyLengths and one QueryLengths out of a conjunction."""
+    """Take at most one of each kind of padding out of a conjunction."""
     parts = list(op.mask.args) if isinstance(op.mask, And) else [op.mask]
     keys = next((p for p in parts if isinstance(p, KeyLengths) and isinstance(p.lengths, Ref)), None)
     queries = next((p for p in parts if isinstance(p, QueryLengths) and isinstance(p.lengths, Ref)), None)
-    if keys is None and queries is None:
+    columns = next((p for p in parts if isinstance(p, Columns) and _is_per_batch(p, op)), None)
+    taken = [p for p in (keys, queries, columns) if p is not None]
+    if not taken:
         return None
-    rest = [p for p in parts if p is not keys and p is not queries]
-    names = [p.lengths.name if p is not None and isinstance(p.lengths, Ref) else None for p in (keys, queries)]
-    return _Lengths(names[0], names[1], And.of(*rest) if rest else Full())
+    rest = And.of(*kept) if (kept := [p for p in parts if not any(p is t for t in taken)]) else Full()
+    alibi = any(isinstance(term, Alibi) for term in op.score)  # counts positions too
+    return _Lengths(_name(keys), _name(queries), _name(columns), rest, rest.positional or alibi)
+
+
+def _name(part: Mask | None) -> str | None:
+    return None if part is None else part.refs()[0]
+
+
+def _is_per_batch(columns: Columns, op: AttentionOp) -> bool:
+    if not isinstance(columns.kept, Ref):
+        return False
+    return len(dict(op.operands)[columns.kept.name].shape) == 2
+
+
+def _why_positions_stay(op: AttentionOp, lengths: _Lengths) -> Reason | None:
+    """Rule 3."""
+    atoms = list(lengths.rest.atoms())
+    if Causal() not in (lengths.rest.args if isinstance(lengths.rest, And) else (lengths.rest,)):
+        text = f"queries before the first key may see keys under {lengths.rest}, whose positions would move"
+        return Reason("feature", "mask", text=text)
+    if others := sorted({type(atom).__name__ for atom in atoms if not isinstance(atom, (*_DISTANCES, Full))}):
+        return Reason("feature", "mask", text=f"{', '.join(others)} look at positions, which would move")
+    if op.Sq != op.Skv or op.static_offset() != 0:
+        text = "columns are cut off where positions count only of a square op, whose queries move alike"
+        return Reason("shape", "Sq", op.Sq, op.Skv, text)
+    return None
 
 
 def _run_trimmed(
     op: AttentionOp, lengths: _Lengths, inner: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands
 ) -> Any:
     b, h, sq, _ = q.shape
-    key_lengths = t[lengths.keys].tolist() if lengths.keys else [k.shape[2]]
-    query_lengths = t[lengths.queries].tolist() if lengths.queries else [sq]
-    pairs = list(zip(_spread(query_lengths, b), _spread(key_lengths, b), strict=True))
+    spans = _spans(lengths, b, sq, k.shape[2], t)
     biases = {term.bias.name for term in op.score if isinstance(term, Bias)}
-    pieces: list[tuple[list[int], torch.Tensor | None, torch.Tensor | None]] = []
-    for pair in dict.fromkeys(pairs):
-        rows = [i for i, other in enumerate(pairs) if other == pair]
-        ql, kl = min(pair[0], sq), min(pair[1], k.shape[2])
-        if ql == 0 or kl == 0:
-            pieces.append((rows, None, None))
+    pieces: list[tuple[list[int], _Span, Any]] = []
+    for span in dict.fromkeys(spans):
+        rows = [i for i, other in enumerate(spans) if other == span]
+        if span.empty:
+            pieces.append((rows, span, None))
             continue
         pick = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else rows
-        operands = {name: _cut(x, pick, ql, kl) if name in biases else x for name, x in t.items()}
-        result = inner(q[pick, :, :ql], k[pick, :, :kl], v[pick, :, :kl], operands)
-        pieces.append((rows, result.out, result.lse) if op.outputs.lse else (rows, result, None))
-    out = _assemble([(r, o) for r, o, _ in pieces], q, (b, h, sq, v.shape[3]), 0.0, q.dtype, bool(op.grad))
+        keys: Any = slice(*span.keys)
+        run = inner
+        if span.kept is not None and lengths.positional:
+            run = _by_reference(op, lengths, span.kept)
+        elif span.kept is not None:
+            keys = torch.tensor(span.kept).nonzero()[:, 0] + span.keys[0]
+        operands = {name: _cut(x, pick, slice(*span.rows), keys) if name in biases else x for name, x in t.items()}
+        result = run(q[pick, :, slice(*span.rows)], _take(k, pick, keys), _take(v, pick, keys), operands)
+        pieces.append((rows, span, result))
+    parts = [(rows, span, x.out if op.outputs.lse and x is not None else x) for rows, span, x in pieces]
+    out = _assemble(parts, q, (b, h, sq, v.shape[3]), 0.0, q.dtype, bool(op.grad))
+    if op.grad and all(part is None for _, _, part in parts):
+        out = out + (k[..., :0].sum() + v[..., :0].sum())  # the gradients of key and value are 0, not missing
     if not op.outputs.lse:
         return out
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    return Raw(out, _assemble([(r, x) for r, _, x in pieces], q, (b, h, sq), -math.inf, acc, False))
+    sums = [(rows, span, x if x is None else x.lse) for rows, span, x in pieces]
+    return Raw(out, _assemble(sums, q, (b, h, sq), -math.inf, acc, False))
+
+
+def _spans(lengths: _Lengths, b: int, sq: int, skv: int, t: Operands) -> list[_Span]:
+    """What of each sequence is computed; rules 1 to 3."""
+    ends = [min(n, skv) for n in t[lengths.keys].tolist()] if lengths.keys else [skv]
+    rows = [min(n, sq) for n in t[lengths.queries].tolist()] if lengths.queries else [sq]
+    ends, rows = _spread(ends, b), _spread(rows, b)
+    if lengths.columns is None:
+        return [_Span((0, row), (0, end)) for row, end in zip(rows, ends, strict=True)]
+    kept = t[lengths.columns].bool()
+    stretches = zip(kept.to(torch.uint8).argmax(-1).tolist(), kept.sum(-1).tolist(), strict=True)
+    found: list[_Span] = []
+    for i, (first, count) in enumerate(_spread(list(stretches), b)):
+        mine = kept[min(i, kept.shape[0] - 1)]
+        last = first + count
+        gaps = None
+        if count and not bool(mine[first:last].all()):
+            last = int(mine.nonzero()[-1]) + 1
+            gaps = tuple(mine[first : min(last, ends[i])].tolist())
+        start = first if lengths.positional else 0
+        found.append(_Span((start, rows[i]), (first, min(last, ends[i])), gaps))
+    return found
+
+
+def _by_reference(op: AttentionOp, lengths: _Lengths, kept: tuple[bool, ...]) -> Run:
+    """Rule 4: what the specification says of a sequence with gaps, whose rows and keys start at the same position."""
+    part = op.with_(mask=And.of(lengths.rest, Columns(torch.tensor(kept))))  # type: ignore[arg-type]
+
+    def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+        result = reference.attention(part, q, k, v, t)
+        return result if op.outputs.lse else result.out
+
+    return run
 
 
 def _empty_lse_wanted(op: AttentionOp, lengths: _Lengths) -> bool:
@@ -119,18 +219,23 @@ def _empty_lse_wanted(op: AttentionOp, lengths: _Lengths) -> bool:
     return op.outputs.lse or lengths.queries is not None
 
 
-def _spread(values: list[int], b: int) -> list[int]:
+def _spread(values: list[Any], b: int) -> list[Any]:
     return values * b if len(values) == 1 else values
 
 
-def _cut(x: torch.Tensor, pick: Any, ql: int, kl: int) -> torch.Tensor:
+def _take(x: torch.Tensor, pick: Any, keys: Any) -> torch.Tensor:
+    """Sequences and keys of a tensor ``[B, H, S, E]``; a view where both are slices."""
+    return x[pick, :, keys] if isinstance(keys, slice) else x[pick].index_select(2, keys)
+
+
+def _cut(x: torch.Tensor, pick: Any, rows: slice, keys: Any) -> torch.Tensor:
     x = x if x.shape[0] == 1 else x[pick]
-    x = x if x.shape[-2] == 1 else x[..., :ql, :]
-    return x if x.shape[-1] == 1 else x[..., :kl]
+    x = x if x.shape[-2] == 1 else x[..., rows, :]
+    return x if x.shape[-1] == 1 else x[..., keys]
 
 
 def _assemble(
-    pieces: list[tuple[list[int], torch.Tensor | None]],
+    pieces: list[tuple[list[int], _Span, torch.Tensor | None]],
     q: torch.Tensor,
     shape: tuple[int, ...],
     fill: float,
@@ -142,19 +247,19 @@ def _assemble(
         # heads beside each other, as the fused kernels return them, so that placing a part is a straight copy
         b, h, s, *rest = shape
         out = torch.empty((b, s, h, *rest), dtype=dtype, device=q.device).transpose(1, 2)
-        if any(part is None or part.shape[2] < s for _, part in pieces):
+        if any(part is None or part.shape[2] < s for _, _, part in pieces):
             out.fill_(fill)
-        for rows, part in pieces:
+        for rows, span, part in pieces:
             if part is not None:
                 for n, row in enumerate(rows):
-                    out[row, :, : part.shape[2]] = part[n]
+                    out[row, :, slice(*span.rows)] = part[n]
         return out
     by_row: dict[int, torch.Tensor] = {}
-    for rows, part in pieces:
+    for rows, span, part in pieces:
         for n, row in enumerate(rows):
             if part is None:  # empty: zeros that still know the query, whose gradient is 0
                 by_row[row] = q[row, ..., :0].sum(-1, keepdim=True).expand(*shape[1:3], *shape[3:])
             else:
-                missing = shape[2] - part.shape[2]
-                by_row[row] = torch.nn.functional.pad(part[n], (0, 0, 0, missing), value=fill)
+                around = (0, 0, span.rows[0], shape[2] - span.rows[1])
+                by_row[row] = torch.nn.functional.pad(part[n], around, value=fill)
     return torch.stack([by_row[row] for row in range(shape[0])])

@@ -114,9 +114,7 @@ class _Maker:
         elif isinstance(atom, (KeyLengths, QueryLengths)):
             values = self.lengths(shape[0], op.Skv if isinstance(atom, KeyLengths) else op.Sq)
         elif isinstance(atom, (Columns, Rows)):
-            lengths = self.lengths(shape[0] if len(shape) == 2 else 1, shape[-1])
-            values = torch.arange(shape[-1]) < lengths[:, None]
-            values = values if len(shape) == 2 else values[0]
+            values = self.marks(shape, is_padding=isinstance(atom, Columns) and len(shape) == 2)
         elif isinstance(atom, Segments):
             values = self.segments(shape)
         elif isinstance(atom, Selected):
@@ -145,6 +143,17 @@ class _Maker:
         if self.kind == "ragged":
             return torch.tensor([(0, limit, 1, limit // 2, max(limit - 1, 0))[i % 5] for i in range(b)])
         return torch.tensor([max(1, round(limit * (1.0 - 0.75 * i / max(b - 1, 1)))) for i in range(b)])
+
+    def marks(self, shape: tuple[int, ...], is_padding: bool) -> torch.Tensor:
+        """Keys or rows that count. Padding is on the left: on the right it would be `KeyLengths`."""
+        lengths = self.lengths(shape[0] if len(shape) == 2 else 1, shape[-1])[:, None]
+        at = torch.arange(shape[-1])
+        if not is_padding:
+            return at < lengths if len(shape) == 2 else at < lengths[0]
+        values = at >= shape[-1] - lengths
+        if self.kind == "ragged" and shape[-1] > 3:
+            values[:, shape[-1] - 2] = False  # a gap
+        return values
 
     def segments(self, shape: tuple[int, ...]) -> torch.Tensor:
         """About eight documents of different lengths, the same for queries and keys of one length."""

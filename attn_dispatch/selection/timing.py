@@ -39,12 +39,14 @@ def interleaved(
     min_round_s: float = 0.02,
     max_total_s: float | None = None,
     device: str = "cpu",
+    least_rounds: int = 3,
 ) -> dict[str, Timing]:
     """Time each contender once per round, in turn.
 
     Args:
         contenders: what to call, by name. rounds: rounds of all of them. min_round_s: calls are repeated within a round
-            until they take about this long. max_total_s: no new round starts after this long, once there are three.
+            until they take about this long.
+        max_total_s: no new round starts after this long, once there are ``least_rounds``.
         device: the device type; on ``"cuda"`` each iteration is timed by events.
     """
     once = _once_cuda if device == "cuda" else _once_cpu
@@ -56,7 +58,7 @@ def interleaved(
     samples: dict[str, list[float]] = {name: [] for name in timers}
     start = time.perf_counter()
     for turn in range(rounds):
-        if max_total_s is not None and turn >= 3 and time.perf_counter() - start > max_total_s:
+        if max_total_s is not None and turn >= least_rounds and time.perf_counter() - start > max_total_s:
             break
         order = list(timers) if turn % 2 == 0 else list(timers)[::-1]
         for name in order:

@@ -54,8 +54,10 @@ class Effort:
         heavy_us: an op whose best estimate is more than this is tried with half of ``prune`` and ``keep``.
         rounds, final_rounds: of the first and of the deciding timing. round_s: seconds of one turn of one candidate.
         compile_s: backends that compile for longer than this are not tried.
-        total_s: seconds of timing after which no new round starts. limit_s: seconds a candidate may take in a process
-            of its own. memory: part of the free memory beyond which a form is tried in such a process first.
+        total_s: seconds of timing after which no new round starts, once there are three; of the deciding timing, once
+            there are ``least_rounds``. finalists: at most so many are in it.
+        limit_s: seconds a candidate may take in a process of its own. memory: part of the free memory beyond which a
+            form is tried in such a process first.
     """
 
     prune: float = 3.0
@@ -63,7 +65,9 @@ class Effort:
     keep: int = 8
     heavy_us: float = 150_000.0
     rounds: int = 5
-    final_rounds: int = 11
+    final_rounds: int = 21
+    least_rounds: int = 9
+    finalists: int = 5
     round_s: float = 0.02
     total_s: float = 5.0
     limit_s: float = 60.0
@@ -291,9 +295,13 @@ def _time(
     if not steps:
         return {}, {}, broken
     first = interleaved(steps, effort.rounds, effort.round_s, effort.total_s, op.device)
-    best = min(t.median_us for t in first.values())
-    near = {n: steps[n] for n, t in first.items() if t.median_us <= best * 1.5 or t.median_us - t.spread_us <= best}
+    by_time = sorted(first, key=lambda name: first[name].median_us)
+    best = first[by_time[0]].median_us
+    close = [n for n in by_time if (t := first[n]).median_us <= best * 1.5 or t.median_us - t.spread_us <= best]
+    near = {name: steps[name] for name in steps if name in close[: effort.finalists]}
     far = {name: timing for name, timing in first.items() if name not in near}
     if len(near) == 1:
         return {name: first[name] for name in near}, far, broken
-    return interleaved(near, effort.final_rounds, effort.round_s, effort.total_s, op.device), far, broken
+    least = min(effort.least_rounds, effort.final_rounds)
+    final = interleaved(near, effort.final_rounds, effort.round_s, effort.total_s, op.device, least)
+    return final, far, broken

@@ -327,7 +327,9 @@ def test_a_run_prints_its_table_and_writes_json_markdown_and_a_picture(tiny, tmp
     for row in data["rows"]:
         assert AttentionOp.from_dict(row["op"]).digest() == row["digest"]
         by_name = {line["name"]: line for line in row["contenders"]}
-        assert {"ours", "sdpa", "hand: repeat kv", "sdpa_flash", "eager", "onnxruntime", "openvino"} <= set(by_name)
+        assert {"ours", "sdpa", "hand: repeat kv", "sdpa_flash", "eager", "onnxruntime"} <= set(by_name)
+        assert {"peer: onnxruntime", "peer: openvino"} <= set(by_name)
+        assert len(by_name) == len(row["contenders"]), "a name that two have hides one of them"
         for line in row["contenders"]:
             assert (line["median_us"] is not None) == (line["note"] in ("", "one call")), line
         assert min(row["regret"], row["regret_torch"]) >= 0
@@ -374,7 +376,7 @@ def test_a_broken_contender_is_reported_and_ends_nothing():
 
 def test_a_peer_without_a_backward_takes_no_part_in_training():
     row = measure.measure("row", SMALL["training"], QUICK, ("onnxruntime",))
-    assert {line.name: line.note for line in row.lines}["onnxruntime"] == "n/a: forward only"
+    assert {line.name: line.note for line in row.lines}["peer: onnxruntime"] == "n/a: forward only"
     assert row.over_given is not None
 
 

@@ -30,7 +30,7 @@ from attn_dispatch.export.read import read_model  # noqa: E402
 from attn_dispatch.ir import atoms  # noqa: E402
 from attn_dispatch.ir.masks import Not  # noqa: E402
 from attn_dispatch.ir.ops import AttentionOp, Outputs  # noqa: E402
-from attn_dispatch.ir.scores import SoftCap  # noqa: E402
+from attn_dispatch.ir.scores import Bias, SoftCap  # noqa: E402
 from attn_dispatch.ir.select_op import SelectOp  # noqa: E402
 from attn_dispatch.ir.tensors import Ref, TensorDesc  # noqa: E402
 from attn_dispatch.ir.weights import Linear, Softmax  # noqa: E402
@@ -398,6 +398,17 @@ def nodes_of(case, target):
 
     check("forced", case, registry_with(Seen(target)))
     return collections.Counter(node.op_type for node in found[0].graph.node)
+
+
+@pytest.mark.parametrize(
+    ("shape", "is_copied"), [((1, 2, 3, 7), False), ((2, 1, 3, 7), False), ((1, 2, 1, 7), True), ((3, 7), True)]
+)
+def test_a_bias_with_every_row_and_key_is_not_expanded_which_would_copy_it(shape, is_copied):
+    bias = (("bias", TensorDesc(shape, "float32")),)
+    op = causal_op(operands=bias, score=(Bias(Ref("bias")),)).with_(mask=atoms.Full(), q_offset=0)
+    names = [node.op_type for node in build_model(op, here("standard")).graph]
+    assert ("Expand" in names) == is_copied
+    assert "Shape" not in names or is_copied
 
 
 def test_linear_attention_is_one_node_where_the_node_says_the_same():

@@ -53,7 +53,8 @@ class Line:
     """What one contender did.
 
     Args:
-        name, kind: see `Contender`. median_us, spread_us: over rounds; None when it was not timed.
+        name, kind: see `Contender`; names are unique in a row.
+        median_us, spread_us: over rounds; None when it was not timed.
         note: why it was not (``n/a: ...``, ``wrong: ...``, ``failed: ...``), or ``one call``.
         make_s: seconds it took to prepare: compilation, a session; not part of the time.
         samples: what each round said, of those that were in the second timing.

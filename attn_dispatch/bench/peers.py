@@ -26,9 +26,12 @@ __all__ = ["PEERS", "peers"]
 
 
 def peers(op: AttentionOp, sample: Sample, names: tuple[str, ...]) -> list[Contender]:
-    """The peers of these names, whether or not they can run the op: they say so when they are made."""
+    """The peers of these names, whether or not they can run the op: they say so when they are made.
+
+    A library may be one of our backends too; as a peer it is called "peer: " and its name.
+    """
     return [
-        Contender(name, "peer", lambda make=PEERS[name]: make(op, sample), differentiable=False)  # type: ignore[misc]
+        Contender(f"peer: {name}", "peer", lambda make=PEERS[name]: make(op, sample), differentiable=False)  # type: ignore[misc]
         for name in names
     ]
 
@@ -168,7 +171,8 @@ def _onnxruntime(op: AttentionOp, sample: Sample) -> Forward:
     causal = is_causal_square(op) and not any(isinstance(term, (Bias, Alibi)) for term in op.score)
     if not causal and (mask := _onnx_mask(op, sample)) is not None:
         named["M"] = mask
-    named = {name: x.contiguous() for name, x in named.items()}
+    given, named = named, {name: x.contiguous() for name, x in named.items()}
+    scattered = [(named[name], x) for name, x in given.items() if not x.is_contiguous() and 0 not in x.stride()]
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
@@ -184,6 +188,11 @@ def _onnxruntime(op: AttentionOp, sample: Sample) -> Forward:
     binding.bind_output("Y", "cpu", 0, kinds[op.dtype], tuple(out.shape), out.data_ptr())
 
     def forward() -> torch.Tensor:
+        for (
+            place,
+            x,
+        ) in scattered:  # what it cannot read in place is copied at every call; a broadcast mask is made once
+            place.copy_(x)
         session.run_with_iobinding(binding)
         return out
 

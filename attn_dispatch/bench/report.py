@@ -187,7 +187,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         chosen,
         _times(row.over_given),
         _times(row.over_best),
-        "n/a" if peer is None else peer.name,
+        "n/a" if peer is None else peer.name.removeprefix("peer: "),
         _times(row.over_peer),
         _percent(row.regret_torch),
         _percent(row.regret),

@@ -6,8 +6,9 @@ import math
 from typing import Any
 
 from attn_dispatch.capability import Reason
-from attn_dispatch.ir.atoms import Causal, Full, KeyLengths
+from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths
 from attn_dispatch.ir.ops import END, AttentionOp
+from attn_dispatch.ir.scores import Bias
 from attn_dispatch.lowering.nodes import Value
 from attn_dispatch.lowering.parts import Call, Results, needs_wide_scores
 from attn_dispatch.lowering.target import Target
@@ -93,7 +94,7 @@ def _masked(call: Call, dtype: str) -> tuple[int | None, Value | None, Value | N
     if with_lengths and isinstance(op.mask, KeyLengths) and "lengths" in proven:
         lengths = n("Expand", call.grid.of_type(op.mask.lengths, "int64")[0], call.batch)
         return None, lengths, None
-    return None, None, _whole(call, _mask_tensor(call, dtype), call.skv)
+    return None, None, _whole(call, _mask_tensor(call, dtype))
 
 
 def _mask_tensor(call: Call, dtype: str) -> Value:
@@ -108,11 +109,21 @@ def _mask_tensor(call: Call, dtype: str) -> Value:
     return result
 
 
-def _whole(call: Call, mask: Value, skv: Value) -> Value:
+def _whole(call: Call, mask: Value) -> Value:
     """A mask with a size for every query row and key: the specification lets them broadcast, kernels do not."""
     n = call.nodes
-    result: Value = n("Expand", mask, n.shape(1, 1, call.sq, skv))
+    if _has_whole_tensor(call.op):  # expanding to the same shape would copy it, which may cost as much as the attention
+        return mask
+    result: Value = n("Expand", mask, n.shape(1, 1, call.sq, call.skv))
     return result
+
+
+def _has_whole_tensor(op: AttentionOp) -> bool:
+    """Whether a bias or mask given as a tensor has rank 4, every row and every key: so has what it is joined with."""
+    names = [term.bias.name for term in op.score if isinstance(term, Bias)]
+    names += [name for atom in op.mask.atoms() if isinstance(atom, Dense) for name in atom.refs()]
+    shapes = [op.operand(name).shape for name in names]
+    return any(len(shape) == 4 and shape[2:] == (op.Sq, op.Skv) and 1 not in shape[2:] for shape in shapes)
 
 
 def _with_sink(call: Call, k: Value, v: Value, dtype: str) -> tuple[Value, Value, Value]:

@@ -251,7 +251,7 @@ def test_gather_blocks_gives_a_float32_lse_where_no_block_is_listed():
 @pytest.fixture
 def small(monkeypatch):
     """Tiles of four rows, global rows in twos, and few expected marks, so that small cases are worth a rewrite."""
-    monkeypatch.setattr(gather_columns, "BLOCK", 4)
+    monkeypatch.setattr(gather_columns, "BLOCK", {"cpu": 4})
     monkeypatch.setattr(gather_columns, "ROWS_AT_ONCE", 2)
     monkeypatch.setattr(gather_columns, "_expected_marks", lambda op: 2)
 
@@ -297,7 +297,7 @@ def test_gather_columns_rule_3_counts_no_key_twice():
 def test_gather_columns_rule_4_cuts_off_columns_that_nobody_of_a_block_sees():
     call = Call(masks.fixed(64, 2), 512, b=1, hq=1, hkv=1)
     call.check(GatherColumns())
-    assert [k.shape[2] for _, k in call.inner] == [128 + 4, 128 + 8, 128 + 12, 128 + 16]
+    assert [k.shape[2] for _, k in call.inner] == [64 + 2 * n for n in range(1, 9)]
 
 
 @pytest.mark.usefixtures("small")

@@ -14,6 +14,7 @@ import torch
 from attn_dispatch import reference
 from attn_dispatch.backend import Raw
 from attn_dispatch.ir.atoms import Columns, Dense, KeyLengths, QueryLengths, Rows, Segments, Selected
+from attn_dispatch.ir.masks import Mask, Or
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Bias
 from attn_dispatch.ir.tensors import Ref, TensorDesc
@@ -82,12 +83,19 @@ def _sample(make: _Maker) -> Sample:
     return Sample(tensors.pop("query"), tensors.pop("key"), tensors.pop("value"), tensors)
 
 
+def _unions(mask: Mask) -> list[Or]:
+    """The unions in a mask."""
+    inside = [union for part in getattr(mask, "args", ()) for union in _unions(part)]
+    return [mask] if isinstance(mask, Or) else inside
+
+
 class _Maker:
     """Makes the tensors of one sample; what a name stands for is read from the op."""
 
     def __init__(self, op: AttentionOp, kind: str, generator: torch.Generator, device: str) -> None:
         self.op, self.kind, self.generator, self.device = op, kind, generator, device
         self.atoms = {ref: atom for atom in op.mask.atoms() for ref in atom.refs()}
+        self.in_unions = {ref for union in _unions(op.mask) for ref in union.refs()}
 
     def dense(self, desc: TensorDesc) -> torch.Tensor:
         """Standard normal values of this shape, dtype and stride class."""
@@ -114,7 +122,7 @@ class _Maker:
         elif isinstance(atom, (KeyLengths, QueryLengths)):
             values = self.lengths(shape[0], op.Skv if isinstance(atom, KeyLengths) else op.Sq)
         elif isinstance(atom, (Columns, Rows)):
-            values = self.marks(shape, is_padding=isinstance(atom, Columns) and len(shape) == 2)
+            values = self.marks(shape, atom, is_global=name in self.in_unions)
         elif isinstance(atom, Segments):
             values = self.segments(shape)
         elif isinstance(atom, Selected):
@@ -144,16 +152,22 @@ class _Maker:
             return torch.tensor([(0, limit, 1, limit // 2, max(limit - 1, 0))[i % 5] for i in range(b)])
         return torch.tensor([max(1, round(limit * (1.0 - 0.75 * i / max(b - 1, 1)))) for i in range(b)])
 
-    def marks(self, shape: tuple[int, ...], is_padding: bool) -> torch.Tensor:
-        """Keys or rows that count. Padding is on the left: on the right it would be `KeyLengths`."""
-        lengths = self.lengths(shape[0] if len(shape) == 2 else 1, shape[-1])[:, None]
-        at = torch.arange(shape[-1])
-        if not is_padding:
-            return at < lengths if len(shape) == 2 else at < lengths[0]
-        values = at >= shape[-1] - lengths
-        if self.kind == "ragged" and shape[-1] > 3:
-            values[:, shape[-1] - 2] = False  # a gap
-        return values
+    def marks(self, shape: tuple[int, ...], atom: Mask, is_global: bool) -> torch.Tensor:
+        """Keys or rows that count: a few global tokens in a union, else what is not padding.
+
+        A padded batch is padded on the left; on the right its columns would be `KeyLengths`.
+        """
+        size = shape[-1]
+        at = torch.arange(size)
+        lengths = self.lengths(shape[0] if len(shape) == 2 else 1, size)[:, None]
+        if is_global and self.kind != "ragged":
+            lengths = (lengths // 64).clamp(min=1)
+        values = at < lengths
+        if isinstance(atom, Columns) and len(shape) == 2 and not is_global:
+            values = at >= size - lengths
+            if self.kind == "ragged" and size > 3:
+                values[:, size - 2] = False  # a gap
+        return values if len(shape) == 2 else values[0]
 
     def segments(self, shape: tuple[int, ...]) -> torch.Tensor:
         """About eight documents of different lengths, the same for queries and keys of one length."""

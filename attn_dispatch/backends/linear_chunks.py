@@ -91,6 +91,14 @@ class Sequence:
         total = total + eps
         return out / (torch.where(total == 0, 1.0, total) if eps == 0 else total)  # an empty row gives 0
 
+    def divide_into(self, place: torch.Tensor, out: torch.Tensor, total: torch.Tensor | None) -> torch.Tensor:
+        """As `divide`, written to its place."""
+        eps = self.weight.normalizer_eps
+        if eps is None or total is None:
+            return place.copy_(out)
+        total = total.add_(eps)
+        return torch.div(out, torch.where(total == 0, 1.0, total) if eps == 0 else total, out=place)
+
     def into_rows(self, x: torch.Tensor) -> torch.Tensor:
         """``[B, Hq, n * C, X]`` as ``[B, H, g, n * C, X]``, g query heads to a state."""
         return x.unflatten(1, (self.k.shape[1], -1))
@@ -170,9 +178,13 @@ class _Tables:
 
 
 def _chunks(
-    seq: Sequence, tables: _Tables, state: State | None, row: int, key: int, n: int, c: int
+    seq: Sequence, tables: _Tables, state: State | None, row: int, key: int, n: int, c: int, into: torch.Tensor | None
 ) -> tuple[torch.Tensor, State]:
-    """n causal chunks of c rows, from row ``row`` at key ``key``: out ``[B, Hq, n * c, Dv]`` and the state after."""
+    """n causal chunks of c rows, from row ``row`` at key ``key``: out ``[B, Hq, n * c, Dv]`` and the state after.
+
+    Args:
+        into: where the rows are written; None makes a tensor.
+    """
     q = seq.into_rows(seq.queries(row, row + n * c)).unflatten(3, (n, c)).transpose(2, 3)  # [B, H, n, g, C, D]
     k, v = (x.unflatten(2, (n, c)).contiguous() for x in seq.keys(key, key + n * c))  # [B, H, n, C, D]
     b, h, _, g, _, _ = q.shape
@@ -185,16 +197,24 @@ def _chunks(
     late = k if tables.to_end is None else k * tables.to_end
     before, after = _states(tables, state, late.transpose(-1, -2) @ v, late.sum(3) if seq.normalised else None)
     if before is not None:
-        seen, seen_z = q @ before[0], None if before[1] is None else q @ before[1][..., None]
-        if tables.from_state is not None:
-            fade = tables.from_state.expand(-1, -1, g, -1, -1).flatten(2, 3)
-            out = out.addcmul_(seen, fade) if seq.in_place else out + seen * fade
-            total = None if total is None or seen_z is None else total + seen_z * fade
-        else:
-            out = out.add_(seen, alpha=seq.scale) if seq.in_place else out.add(seen, alpha=seq.scale)
-            total = None if total is None or seen_z is None else torch.add(total, seen_z, alpha=seq.scale)
-    out = seq.divide(out, total).unflatten(3, (g, c)).transpose(2, 3).flatten(3, 4)
-    return out.flatten(1, 2).to(seq.q.dtype), after
+        alpha = seq.scale
+        if tables.from_state is not None:  # which has the scale in it
+            q, alpha = q * tables.from_state.expand(-1, -1, g, -1, -1).flatten(2, 3), 1.0
+        out = _add_product(out, q, before[0], alpha, seq.in_place)
+        if total is not None and before[1] is not None:
+            total = torch.add(total, q @ before[1][..., None], alpha=alpha)
+    out = out.unflatten(3, (g, c)).transpose(2, 3)  # [B, H, g, n, C, Dv]
+    total = None if total is None else total.unflatten(3, (g, c)).transpose(2, 3)
+    if into is None:
+        return seq.divide(out, total).flatten(3, 4).flatten(1, 2).to(seq.q.dtype), after
+    return seq.divide_into(into.unflatten(1, (h, g)).unflatten(3, (n, c)), out, total), after
+
+
+def _add_product(out: torch.Tensor, q: torch.Tensor, s: torch.Tensor, alpha: float, in_place: bool) -> torch.Tensor:
+    """``out + alpha * (q @ s)`` in one product, of ``[B, H, n, ..]`` each."""
+    flat, parts = out.flatten(0, 2), (q.flatten(0, 2), s.flatten(0, 2))
+    done = flat.baddbmm_(*parts, alpha=alpha) if in_place else torch.baddbmm(flat, *parts, alpha=alpha)
+    return done.view(out.shape)
 
 
 def _states(
@@ -207,8 +227,8 @@ def _states(
     def scan(parts: torch.Tensor, first: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
         first = torch.zeros_like(parts[:, :, 0]) if first is None else first
         stacked = torch.cat([first[:, :, None], parts], 2).flatten(3)
-        found = (tables.between @ stacked).unflatten(3, parts.shape[3:])
-        return found[:, :, :-1], found[:, :, -1]
+        before, after = tables.between[:, :-1] @ stacked, tables.between[:, -1:] @ stacked
+        return before.unflatten(3, parts.shape[3:]), after[:, :, 0].unflatten(2, parts.shape[3:])
 
     before, after = scan(s, None if state is None else state[0])
     if z is None:
@@ -225,12 +245,22 @@ def run_sequence(seq: Sequence, state: State | None, wants_state: bool) -> tuple
         return seq.read(state, 0, sq, max(seq.offset - (skv - 1), 0)), state
     row = min(max(-seq.offset, 0), sq)  # rows before the first key
     key = min(max(seq.offset, 0), skv)
-    pieces = [seq.zeros(0, row)] if row else []
+    whole = seq.q.new_empty((*seq.q.shape[:3], seq.v.shape[3])) if seq.in_place else None
+    pieces: list[torch.Tensor] = []
+
+    def put(start: int, stop: int, rows: torch.Tensor) -> None:
+        if whole is None:
+            pieces.append(rows)
+        else:
+            whole[:, :, start:stop] = rows
+
+    if row:
+        put(0, row, seq.zeros(0, row))
     state = seq.absorb(state, 0, key)
     end = min(sq, row + skv - key)
     if end - row == 1:
         state = seq.absorb(state, key, key + 1)
-        pieces.append(seq.read(state, row, end, 0))
+        put(row, end, seq.read(state, row, end, 0))
         row, key = end, key + 1
     c = chunk_size(seq.q.shape[3], seq.v.shape[3])
     most = max(1, BATCH_BYTES // (seq.acc.itemsize * seq.q.shape[0] * seq.q.shape[1] * c * max(c, *seq.v.shape[3:])))
@@ -239,13 +269,17 @@ def run_sequence(seq: Sequence, state: State | None, wants_state: bool) -> tuple
         left = end - row
         n, length = (min(most, left // c), c) if left >= c else (1, left)
         found = tables.get((n, length)) or tables.setdefault((n, length), _Tables.of(seq, n, length))
-        out, state = _chunks(seq, found, state, row, key, n, length)
-        pieces.append(out)
+        into = None if whole is None else whole[:, :, row : row + n * length]
+        out, state = _chunks(seq, found, state, row, key, n, length, into)
+        if into is None:
+            pieces.append(out)
         row, key = row + n * length, key + n * length
     if row < sq:  # rows behind the last key
-        pieces.append(seq.read(state, row, sq, seq.offset + row - (skv - 1)))
+        put(row, sq, seq.read(state, row, sq, seq.offset + row - (skv - 1)))
     if wants_state:
         state = seq.absorb(state, key, skv)
+    if whole is not None:
+        return whole, state
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 2)), state
 
 

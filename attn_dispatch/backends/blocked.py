@@ -18,7 +18,7 @@ from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw, dens
 from attn_dispatch.capability import ALL_FEATURES, Capability, Limit
 from attn_dispatch.ir.atoms import Full
 from attn_dispatch.ir.ops import AttentionOp
-from attn_dispatch.ir.scores import Bias
+from attn_dispatch.ir.scores import Bias, SoftCap
 from attn_dispatch.ir.weights import Softmax
 
 __all__ = ["Blocked"]
@@ -45,7 +45,11 @@ class Blocked(Backend):
     )
 
     def compile(self, op: AttentionOp) -> Executable:
+        plain = _is_plain(op)
+
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+            if plain and q.shape[2] <= self.block:
+                return _run_plain(op, q, k, v)
             return _run(op, self.block, q, k, v, t)
 
         return Executable(run)
@@ -59,12 +63,29 @@ class Blocked(Backend):
         return Cost(cost.flops, cost.bytes, launches)
 
 
+def _is_plain(op: AttentionOp) -> bool:
+    """Whether all pairs attend and nothing but a soft cap happens to them: a decode step."""
+    biased = any(isinstance(term, Bias) for term in op.score)
+    return isinstance(op.mask, Full) and not (biased or op.outputs.lse or op.dropout_p or op.grad or _sinks(op))
+
+
+def _run_plain(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """One tile of such an op: what surrounds a loop over tiles would cost more than the tile."""
+    dtype = q.dtype
+    acc = torch.float64 if dtype == torch.float64 else torch.float32
+    if dtype != acc:
+        q, k, v = q.to(acc), k.to(acc), v.to(acc)
+    weights = torch.softmax(_scores(op, q, k.transpose(-1, -2), {}), -1)
+    out = reference.grouped_matmul(weights, v)
+    return out if dtype == acc else out.to(dtype)
+
+
 def _run(op: AttentionOp, block: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
     sq, skv = q.shape[2], k.shape[2]
     offset = reference.offset_of(op, sq, skv, t)
     assert isinstance(offset, int)
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if _is_one_tile(op, sq, block):  # a decode step: what surrounds a loop over tiles would cost more than the tile
+    if _is_one_tile(op, sq, block):
         out, _ = _tile(op, tiling.Tile((0, sq), (0, skv), offset), None, q.to(acc), k.to(acc), v, t)
         return out.to(q.dtype)
     bias_of = tiling.TileBias(op, q, k, t)
@@ -97,8 +118,7 @@ def _tile(
     t: Operands,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of one tile, q and k already in the accumulating dtype."""
-    scores = reference.grouped_matmul(q * op.effective_scale, k.transpose(-1, -2))
-    scores = reference.apply_terms(op, scores, tiling.slice_terms(op, tile, t))
+    scores = _scores(op, q, k.transpose(-1, -2), tiling.slice_terms(op, tile, t))
     scores = scores if bias is None else scores + bias
     biased = bias is not None or any(isinstance(term, Bias) for term in op.score)
     if not biased and not op.outputs.lse and not _sinks(op):
@@ -108,6 +128,15 @@ def _tile(
     if op.dropout_p:
         weights = F.dropout(weights, op.dropout_p)
     return reference.grouped_matmul(weights, v.to(scores.dtype)), lse
+
+
+def _scores(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor:
+    """Scaled scores with soft cap and biases; the cap in place where no graph is kept, with the scale in its factor."""
+    if op.grad or not op.score or not isinstance(op.score[0], SoftCap):
+        return reference.apply_terms(op, reference.grouped_matmul(q * op.effective_scale, k), t)
+    cap = op.score[0].cap
+    scores = reference.grouped_matmul(q, k).mul_(op.effective_scale / cap).tanh_().mul_(cap)
+    return scores if len(op.score) == 1 else reference.apply_terms(op.with_(score=op.score[1:]), scores, t)
 
 
 def _is_one_tile(op: AttentionOp, sq: int, block: int) -> bool:

@@ -41,7 +41,7 @@ __all__ = ["MARGIN", "Effort", "Session", "choose", "tune", "version_of"]
 
 MARGIN = 0.03
 # The standard error of a median is 1.253 sigma / sqrt(n), and sigma is the interquartile range / 1.349.
-_TWO_ERRORS = 2 * 1.253 / 1.349
+_THREE_ERRORS = 3 * 1.253 / 1.349
 
 
 @dataclass(frozen=True)
@@ -176,13 +176,13 @@ def choose(
 def _is_as_fast(timing: Timing, best: Timing) -> bool:
     """Within max(3 %, the spread) of the fastest.
 
-    The spread is that of the median: twice its standard error, of the ratio within rounds, which both shared. The
+    The spread is that of the median: three times its standard error, of the ratio within rounds, which both shared. The
     spread of single rounds would keep a choice that loses by a fifth, whenever the machine is busy.
     """
     saved = 1.0 - best.median_us / timing.median_us
     if timing.samples and len(timing.samples) == len(best.samples):
         ratios = [theirs / mine for mine, theirs in zip(timing.samples, best.samples, strict=True)]
-        saved, noise = 1.0 - statistics.median(ratios), _TWO_ERRORS * spread(ratios) / math.sqrt(len(ratios))
+        saved, noise = 1.0 - statistics.median(ratios), _THREE_ERRORS * spread(ratios) / math.sqrt(len(ratios))
     else:
         noise = max(timing.spread_us, best.spread_us) / timing.median_us
     return saved <= max(MARGIN, noise)

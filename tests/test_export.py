@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import sys
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import onnx
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 
 from attn_dispatch import dispatch, export_onnx, masks, nn
 from attn_dispatch.backends.ort_probes import proven
+from attn_dispatch.cli import export as cli_export
 from attn_dispatch.errors import ExportError, ExportWarning, InputError
 from attn_dispatch.export import place
 from attn_dispatch.export.read import read_model
@@ -383,6 +385,93 @@ def test_numbers_and_lists_of_other_libraries_are_taken_as_eager_takes_them(tmp_
             return dispatch.attention(q, q, q, scale=scale, window=(3, 0), key_lengths=[5, 2])
 
     export_onnx(Attend().eval(), (torch.randn(2, 2, 5, 8),), tmp_path / "m.onnx")
+
+
+# --- where inputs come from ------------------------------------------------------------------------------------------
+
+
+class Past(NamedTuple):
+    """A cache as many models have it."""
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+
+class WithPast(torch.nn.Module):
+    def forward(self, x: torch.Tensor, past: Past) -> torch.Tensor:
+        key, value = (torch.cat([old, x], 2) for old in past)
+        return dispatch.attention(x, key, value, window=(None, 0))
+
+
+def test_inputs_may_be_named_tuples_with_sizes_of_their_own(tmp_path):
+    x, past = torch.randn(2, 3, 5, 8), Past(torch.randn(2, 3, 4, 8), torch.randn(2, 3, 4, 8))
+    shapes = ({0: "batch", 2: "seq"}, Past({0: "batch", 2: "past"}, {0: "batch", 2: "past"}))
+    report = export_onnx(WithPast().eval(), (x, past), tmp_path / "m.onnx", dynamic_shapes=shapes)
+    assert {check.sizes["past"] for check in report.checks if not check.skipped} >= {0, 1, 4}
+
+
+MODULE = """
+import torch
+from attn_dispatch import dispatch
+
+class Model(torch.nn.Module):
+    def forward(self, x, *, keys):
+        return dispatch.attention(x, keys, keys)
+
+def make():
+    return {"model": Model().eval(), "args": (torch.randn(2, 3, 5, 8),), "kwargs": {"keys": torch.randn(2, 3, 7, 8)}}
+"""
+
+
+def test_the_command_takes_a_function_of_the_working_directory_with_keywords(tmp_path, monkeypatch):
+    (tmp_path / "a_model_of_the_user.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if place not in ("", str(tmp_path))])
+    before = list(sys.path)
+    assert cli_export.run(cli_export.Wanted("a_model_of_the_user:make", tmp_path / "m.onnx")) == 0
+    assert sys.path == before
+    assert [x.name for x in onnx.load(tmp_path / "m.onnx").graph.input] == ["x", "keys"]
+
+
+def test_a_decoder_whose_config_has_names_of_its_own(tmp_path):
+    """GPT-2 says n_head and n_embd, and has no heads of keys."""
+    transformers = pytest.importorskip("transformers")
+    from attn_dispatch.export.transformers import decoder
+    from attn_dispatch.integrations.transformers import register
+
+    register()
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=64, n_positions=64, n_embd=32, n_layer=2, n_head=4, attn_implementation="attn_dispatch"
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    report = export_onnx(**decoder(model)._asdict(), path=tmp_path / "m.onnx")
+    assert report.nodes["Attention"] == len(report.calls) == 2
+    assert {check.sizes["past"] for check in report.checks if not check.skipped} >= {0, 1, 4}
+
+
+class OwnTable(torch.nn.Module):
+    """Its pattern is made while it runs, so that it has no values when it is traced."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        blocks = torch.arange(3, device=x.device)
+        table = (blocks[:, None] - blocks).abs() <= 1
+        return dispatch.attention(x, x, x, attn_mask=masks.block_table(4, table))
+
+
+@pytest.mark.parametrize("form", ["standard", "decomposed", "function"])
+def test_a_block_table_made_inside_forward(form, tmp_path):
+    shapes = ({0: "batch", 2: "seq"},)
+    report = export_onnx(OwnTable().eval(), (torch.randn(2, 3, 11, 8),), tmp_path / "m.onnx", form=form,
+                         dynamic_shapes=shapes)  # fmt: skip
+    assert max(max(check.errors.values()) for check in report.checks if not check.skipped) < 1e-5
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: example inputs there are untested here")
+def test_a_model_on_cuda_is_exported_and_checked_on_the_cpu(tmp_path):
+    given = tuple(x.cuda() for x in inputs())
+    report = export_onnx(Block().eval().cuda(), given, tmp_path / "m.onnx", dynamic_shapes=STEP)
+    assert max(max(check.errors.values()) for check in report.checks if not check.skipped) < 1e-3
 
 
 # --- what is refused -------------------------------------------------------------------------------------------------

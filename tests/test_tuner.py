@@ -867,6 +867,24 @@ def test_a_busy_machine_does_not_keep_a_choice_that_loses_by_a_fifth():
     assert choose(["slow", "fast"], {"slow": slow, "fast": fast})[0][0] == "fast"
 
 
+def test_what_the_spread_hides_runs_off(install, monkeypatch):
+    """Two of three seem faster than the liked one, and one of them is not: more rounds by themselves tell."""
+    install(Toy("one", 1), Toy("two", 2), Toy("three", 3))
+    asked: list[set[str]] = []
+
+    def clock(steps: Any, *_: Any) -> dict[str, Timing]:
+        asked.append(set(steps))
+        if len(asked) < 3:  # the first rounds and the final
+            return {n: Timing({"one": 110.0, "two": 100.0, "three": 140.0}[n], 50.0) for n in steps}
+        return {n: Timing({"one": 120.0, "two": 100.0}[n], 1.0) for n in steps}
+
+    monkeypatch.setattr("attn_dispatch.selection.tuner.interleaved", clock)
+    entry = tune(described(x()), registry.current(), Session(QUICK))
+    assert asked == [{"one", "two", "three"}, {"one", "two", "three"}, {"one", "two"}]
+    assert entry.ranking == ("two", "one", "three")
+    assert [r.median_us for r in entry.records if r.status == "ok"] == [100.0, 120.0, 140.0]
+
+
 def test_an_entry_that_ships_with_the_package_and_is_stale_is_not_complained_of(install, monkeypatch):
     """Nobody here asked for it."""
     install(Toy("one", 1), Toy("two", 2, version="2"))

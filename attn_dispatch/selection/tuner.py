@@ -5,7 +5,8 @@
    tried in a process of their own first (`probe`), so that a crash, a hang or a lack of memory is a record.
 3. Time the survivors in turn, then the near ties again with more rounds.
 4. Of all that are within max(3 %, the spread) of the fastest, take the one that the heuristic likes best: a switch away
-   from its choice must be worth it, and two runs agree.
+   from its choice must be worth it, and two runs agree. Where the spread hides one that seems faster by more than 3 %,
+   the two run off with more rounds.
 
 An op that needs gradients is timed forward and backward as one. The random state, gradients, thread count and inputs
 are left as they were: samples come from private generators, gradients from `torch.autograd.grad`.
@@ -37,11 +38,11 @@ from attn_dispatch.selection.samples import make_sample
 from attn_dispatch.selection.store import Entry, Record
 from attn_dispatch.selection.timing import Timing, interleaved, spread
 
-__all__ = ["MARGIN", "Effort", "Session", "choose", "tune", "version_of"]
+__all__ = ["MARGIN", "Effort", "Session", "choose", "tune", "undecided", "version_of"]
 
 MARGIN = 0.03
 # The standard error of a median is 1.253 sigma / sqrt(n), and sigma is the interquartile range / 1.349.
-_THREE_ERRORS = 3 * 1.253 / 1.349
+_TWO_ERRORS = 2 * 1.253 / 1.349
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Effort:
         rounds, final_rounds: of the first and of the deciding timing. round_s: seconds of one turn of one candidate.
         compile_s: backends that compile for longer than this are not tried.
         total_s: seconds of timing after which no new round starts, once there are three; of the deciding timing, once
-            there are ``least_rounds``. finalists: at most so many are in it.
+            there are ``least_rounds``. finalists: at most so many are in it. run_offs: at most so many follow.
         limit_s: seconds a candidate may take in a process of its own. memory: part of the free memory beyond which a
             form is tried in such a process first.
     """
@@ -68,6 +69,7 @@ class Effort:
     final_rounds: int = 21
     least_rounds: int = 9
     finalists: int = 5
+    run_offs: int = 2
     round_s: float = 0.02
     total_s: float = 5.0
     limit_s: float = 60.0
@@ -176,13 +178,13 @@ def choose(
 def _is_as_fast(timing: Timing, best: Timing) -> bool:
     """Within max(3 %, the spread) of the fastest.
 
-    The spread is that of the median: three times its standard error, of the ratio within rounds, which both shared. The
+    The spread is that of the median: twice its standard error, of the ratio within rounds, which both shared. The
     spread of single rounds would keep a choice that loses by a fifth, whenever the machine is busy.
     """
     saved = 1.0 - best.median_us / timing.median_us
     if timing.samples and len(timing.samples) == len(best.samples):
         ratios = [theirs / mine for mine, theirs in zip(timing.samples, best.samples, strict=True)]
-        saved, noise = 1.0 - statistics.median(ratios), _THREE_ERRORS * spread(ratios) / math.sqrt(len(ratios))
+        saved, noise = 1.0 - statistics.median(ratios), _TWO_ERRORS * spread(ratios) / math.sqrt(len(ratios))
     else:
         noise = max(timing.spread_us, best.spread_us) / timing.median_us
     return saved <= max(MARGIN, noise)
@@ -304,4 +306,26 @@ def _time(
         return {name: first[name] for name in near}, far, broken
     least = min(effort.least_rounds, effort.final_rounds)
     final = interleaved(near, effort.final_rounds, effort.round_s, effort.total_s, op.device, least)
+    for _ in range(effort.run_offs):
+        torn = undecided(list(steps), final)
+        if not torn:
+            break
+        far |= {name: timing for name, timing in final.items() if name not in torn}
+        near = {name: near[name] for name in torn}
+        final = interleaved(near, 2 * effort.final_rounds, effort.round_s, effort.total_s, op.device, least)
     return final, far, broken
+
+
+def undecided(order: Sequence[str], timings: Mapping[str, Timing]) -> list[str]:
+    """The choice and those whose median is better by more than the margin, though within the spread; none of just one.
+
+    Example:
+        >>> undecided(["a", "b", "c"], {"a": Timing(110.0, 20.0), "b": Timing(100.0, 20.0), "c": Timing(112.0, 1.0)})
+        ['a', 'b']
+        >>> undecided(["a", "b"], {"a": Timing(102.0, 20.0), "b": Timing(100.0, 20.0)})
+        []
+    """
+    winner = choose(order, timings)[0][0]
+    limit = timings[winner].median_us * (1.0 - MARGIN)
+    faster = [name for name in timings if timings[name].median_us < limit]
+    return [name for name in timings if name == winner or name in faster] if faster else []

@@ -332,7 +332,6 @@ def test_a_run_prints_its_table_and_writes_json_markdown_and_a_picture(tiny, tmp
         assert len(by_name) == len(row["contenders"]), "a name that two have hides one of them"
         for line in row["contenders"]:
             assert (line["median_us"] is not None) == (line["note"] in ("", "one call")), line
-        assert min(row["regret"], row["regret_torch"]) >= 0
         assert row["rounds"] == 4
         assert {"ours", "sdpa"} <= {line["name"] for line in row["contenders"] if len(line["samples"]) == 4}
     table = (tmp_path / "o.md").read_text()
@@ -463,7 +462,7 @@ def test_regret_is_judged_by_other_rounds_than_those_that_picked_the_fastest():
         lines = tuple(Line(n, kinds[n], statistics.median(s), 1.0, samples=s) for n, s in samples.items())
         return Row("row", SMALL["full"], "", "", lines, 4)
 
-    lucky = {"lucky_even": (90.0, 100.0) * 2, "lucky_odd": (100.0, 90.0) * 2}
+    lucky = {"lucky_even": (90.0, 90.0, 100.0, 100.0), "lucky_odd": (100.0, 100.0, 90.0, 90.0)}
     assert row(ours=(100.0,) * 4, **lucky).regret == 0.0
     assert row(ours=(100.0,) * 4, **lucky, faster=(80.0,) * 4).regret == pytest.approx(0.25)
     assert row(ours=(100.0,) * 4).regret == 0.0

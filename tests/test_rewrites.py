@@ -19,7 +19,7 @@ from attn_dispatch.ir import AttentionOp, Bias, Ref, SoftCap, TensorDesc, verify
 from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths
 from attn_dispatch.passes import canonicalise
 from attn_dispatch.registry import current
-from attn_dispatch.rewrites import MAX_CHAIN, Rewritten, merge_parts
+from attn_dispatch.rewrites import MAX_CHAIN, Rewritten, merge_parts, trim_lengths
 from attn_dispatch.rewrites.bands import Bands, TileQueries
 from attn_dispatch.rewrites.densify_mask import DensifyMask
 from attn_dispatch.rewrites.fold_groups import FoldGroups
@@ -271,6 +271,43 @@ def test_trim_lengths_rule_3_cuts_off_the_queries_before_a_left_padded_sequence(
     assert [(q.shape[0], q.shape[2], k.shape[2]) for (q, k, _), _ in call.inner] == [(1, 8, 8), (2, 5, 5)]
 
 
+def test_trim_lengths_rule_3_refuses_masks_that_look_at_the_number_of_a_key():
+    """A prefix beside padding was counted from the first key that was kept."""
+    kept = kept_between((3, 8), (0, 8))[:, 0, 0]
+    for other in (masks.columns(4), masks.columns(2) | masks.causal(), ~masks.columns(2), masks.strided(2)):
+        text = refusal(TrimLengths(), Call(b=2, attn_mask=other & masks.columns(keep=kept)))
+        assert "would move" in text, other
+
+
+def test_trim_lengths_tells_strides_that_there_may_be_fewer_keys_than_rows():
+    """As a square op it let `residue_classes` drop the mask of what that pads to whole classes."""
+    lengths = torch.tensor([5, 40])
+    call = Call(b=2, sq=40, skv=40, attn_mask=masks.causal() & masks.Stride(2), key_lengths=lengths,
+                query_lengths=torch.tensor([40, 40]))  # fmt: skip
+    inner = call.apply(TrimLengths()).inner
+    assert inner.Sq != inner.Skv
+    close(call.run(TrimLengths()), call.want().out)
+
+
+def test_trim_lengths_without_keys_or_rows_gives_zeros_and_gradients_of_zero():
+    call = Call(b=2, skv=0, attn_mask=torch.zeros(2, 1, 1, 0, dtype=torch.bool))
+    assert (call.run(TrimLengths()) == 0).all()
+    bias = torch.zeros(1, 1, 8, 8, requires_grad=True)
+    call = Call(b=2, attn_mask=kept_between((8, 8), (8, 8)), bias=bias)
+    out = call.run(TrimLengths())
+    assert torch.equal(torch.autograd.grad(out.sum(), bias)[0], torch.zeros_like(bias))
+
+
+def test_flash_behind_trim_lengths_keeps_the_nan_of_a_query_for_few_keys():
+    """Whether there are too few keys for it was decided by the length that the plan was made for."""
+    q, k, v = Call(b=2, sq=40, skv=40).tensors
+    q[0, :, 3] = math.nan
+    kept = kept_between((35, 40), (0, 40), size=40)
+    out = dispatch.attention(q, k, v, attn_mask=kept, backend="trim_lengths > sdpa_flash")
+    assert out[0, :, 3].isnan().all()
+    assert out.isfinite().sum() == out.numel() - out[0, :, 3].numel()
+
+
 def test_trim_lengths_rule_3_needs_causal_and_a_square():
     kept = kept_between((0, 8), (3, 8))[:, 0, 0]
     assert "would move" in refusal(TrimLengths(), Call(b=2, attn_mask=masks.window(2, 2) & masks.columns(keep=kept)))
@@ -280,18 +317,21 @@ def test_trim_lengths_rule_3_needs_causal_and_a_square():
     assert "square" in refusal(TrimLengths(), Call(b=2, sq=4, attn_mask=masks.causal() & masks.columns(keep=kept)))
 
 
-def test_trim_lengths_rule_4_gathers_keys_with_gaps_and_asks_the_reference_where_positions_count():
+def test_trim_lengths_rule_4_gathers_keys_with_gaps_and_asks_the_reference_where_positions_count(monkeypatch):
     kept = kept_between((1, 8), (0, 8))
     kept[0, ..., 4] = False
     call = Call(b=2, attn_mask=kept)
     close(call.run(TrimLengths()), call.want().out)
     assert sorted(call.key_lengths_seen()) == [6, 8]
-    call = with_columns(kept, return_lse=True)
-    call.tensors[1][0, :, 4] = math.nan
-    got, want = call.run(TrimLengths()), call.want()
-    close(got.out, want.out)
-    close(got.lse, want.lse)
-    assert call.key_lengths_seen() == [8]
+    for end, rows in ((8, 256), (7, 3)):  # in one part and in several, padded on the right too
+        monkeypatch.setattr(trim_lengths, "_ROWS_AT_ONCE", rows)
+        kept[0, ..., end:] = False
+        call = with_columns(kept, return_lse=True)
+        call.tensors[1][0, :, 4] = math.nan
+        got, want = call.run(TrimLengths()), call.want()
+        close(got.out, want.out)
+        close(got.lse, want.lse)
+        assert call.key_lengths_seen() == [8]
 
 
 def test_trim_lengths_rule_5_runs_equal_lengths_as_one_batch():
@@ -316,6 +356,19 @@ def test_trim_lengths_refuses_the_lse_of_empty_sequences_with_sinks():
     assert "sinks" in refusal(
         TrimLengths(), Call(b=2, key_lengths=torch.tensor([0, 8]), sinks=torch.zeros(2), return_lse=True)
     )
+
+
+def test_merge_parts_of_fewer_keys_than_parts_runs_them_whole():
+    """Behind `trim_lengths` a sequence may have one key; flash on none of them ends the process."""
+    call = Call(hq=1, hkv=1, sq=1, skv=2048)
+    done = call.apply(MergeParts())
+    short = [call.tensors[0], *(x[:, :, :2] for x in call.tensors[1:])]
+
+    def run(q, k, v, t):
+        assert k.shape[2] > 0
+        return reference.attention(done.inner, q, k, v, t)
+
+    close(done.adapt(run)(*short, {}), reference.attention(call.op, *short, {}).out)
 
 
 # --- bands and tile_queries ------------------------------------------------------------------------------------------

@@ -29,13 +29,14 @@ from attn_dispatch.ir.weights import Softmax
 from attn_dispatch.passes import canonicalise
 from attn_dispatch.registry import Registry
 from attn_dispatch.selection import lock, tuned
+from attn_dispatch.selection.decide import ranked
 from attn_dispatch.selection.gate import crops, run_gate
 from attn_dispatch.selection.gate_dropout import dropout_problem
 from attn_dispatch.selection.pins import Pin, Pins, When
 from attn_dispatch.selection.samples import KINDS, golden, make_sample
 from attn_dispatch.selection.store import Entry, Record, Store
 from attn_dispatch.selection.timing import Timing
-from attn_dispatch.selection.tuner import Effort, Session, choose, tune
+from attn_dispatch.selection.tuner import Effort, Session, _prune, choose, tune
 from attn_dispatch.settings import Settings
 
 QUICK = Effort(rounds=2, final_rounds=2, round_s=0.001, limit_s=30.0)
@@ -865,6 +866,18 @@ def test_a_busy_machine_does_not_keep_a_choice_that_loses_by_a_fifth():
     slow = timing(120.0, 40.0, *(120.0 * n for n in noise))
     fast = timing(100.0, 40.0, *(100.0 * n for n in noise[::-1]))
     assert choose(["slow", "fast"], {"slow": slow, "fast": fast})[0][0] == "fast"
+
+
+def test_the_plain_form_of_each_backend_is_tried_beside_its_best_by_estimate():
+    """onnxruntime in tiles was tried, which looked better and was slower than what the runtime does by itself."""
+    shape = TensorDesc((1, 8, 448, 64), "float32")
+    op = AttentionOp(shape, shape, shape, scale=0.125, mask=Causal())
+    legal, _ = ranked(op, registry.current())
+    order = [candidate.name for candidate, _ in legal]
+    tried = [candidate.name for candidate in _prune(legal, op, Effort())[0]]
+    plain = [name for name in order if ">" not in name and name not in ("flex", "eager")]
+    assert set(plain) <= set(tried)
+    assert next(name for name in order if name.endswith("onnxruntime")) in tried
 
 
 def test_what_the_spread_hides_runs_off(install, monkeypatch):

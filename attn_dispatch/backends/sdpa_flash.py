@@ -87,8 +87,7 @@ class SdpaFlash(Backend):
 def _compile_cpu(op: AttentionOp) -> Run:
     kernel = torch._scaled_dot_product_flash_attention_for_cpu
     scale, causal = op.effective_scale, is_causal_only(op)
-    keeps_nan = op.Skv >= _WIDEST_VECTOR  # with a mask tensor it keeps the NaN of a query row at every length
-    plain = isinstance(op.mask, (Full, Causal)) and not op.score and keeps_nan
+    plain = isinstance(op.mask, (Full, Causal)) and not op.score
     scattered = "scattered" in op.features
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
@@ -96,7 +95,7 @@ def _compile_cpu(op: AttentionOp) -> Run:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         flag = causal and not op.score
         mask = None if flag else additive_mask(op, q, k, t)
-        if mask is None and not keeps_nan:
+        if mask is None and k.shape[2] < _WIDEST_VECTOR:  # with a mask tensor it keeps the NaN of a query row
             mask = q.new_zeros((1, k.shape[2]))
         out, lse = kernel(q, k, v, 0.0, flag, attn_mask=mask, scale=scale)
         if op.grad:
@@ -105,9 +104,14 @@ def _compile_cpu(op: AttentionOp) -> Run:
 
     if not plain or scattered or op.outputs.lse:
         return masked
-    if op.grad:
-        return lambda q, k, v, t: differentiable_twice(op, kernel(q, k, v, 0.0, causal, scale=scale)[0], q, k, v, t)
-    return lambda q, k, v, t: kernel(q, k, v, 0.0, causal, scale=scale)[0]
+
+    def unmasked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+        if k.shape[2] < _WIDEST_VECTOR:
+            return masked(q, k, v, t)
+        out = kernel(q, k, v, 0.0, causal, scale=scale)[0]
+        return differentiable_twice(op, out, q, k, v, t) if op.grad else out
+
+    return unmasked
 
 
 def _compile_cuda(op: AttentionOp) -> Run:

@@ -212,8 +212,9 @@ def _per_sequence(given: _Given) -> Forward:
     keys, rows = _true_spans(op, given.sample, padding)
     if causal and any(span.start for span in keys):  # left-padded: the queries before the first key see nothing
         _need(op.Sq == op.Skv)
-        rows = [slice(max(k.start, r.start), r.stop) for k, r in zip(keys, rows, strict=True)]
+        rows = [slice(min(max(k.start, r.start), r.stop), r.stop) for k, r in zip(keys, rows, strict=True)]
     bias = float_mask(op.with_(mask=Full()), given.sample) if given.has_bias else None
+    bias = None if bias is None else bias.expand(*bias.shape[:2], op.Sq, op.Skv)
     _need(not (causal and bias is not None))
     gqa = op.groups != 1
     fold = gqa and op.Sq == 1

@@ -77,7 +77,7 @@ def ours(op: AttentionOp, sample: Sample) -> tuple[Contender, str, str]:
 
 
 def candidates(op: AttentionOp, registry: Registry, most: int = 6) -> Iterator[tuple[str, Callable[[Sample], Forward]]]:
-    """Our candidates worth timing: the best by estimate, and each backend's best form.
+    """Our candidates worth timing: the best by estimate, and each backend's best and plain form.
 
     Args:
         most: how many of the best by estimate.
@@ -91,7 +91,7 @@ def candidates(op: AttentionOp, registry: Registry, most: int = 6) -> Iterator[t
         backend = candidate.backend.name
         if candidate.backend.compile_s > 0:
             continue  # seconds for each op; compiled flex_attention is among the peers
-        if place < most or backend not in seen:
+        if place < most or backend not in seen or not candidate.chain.steps:
             yield candidate.name, _maker(candidate, op)
         seen.add(backend)
 

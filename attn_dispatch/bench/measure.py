@@ -137,12 +137,13 @@ class Row:
         if mine is None or not mine.samples:
             over = self._over(self.fastest(*kinds))
             return None if over is None else 1.0 / over - 1.0
-        halves = (slice(0, None, 2), slice(1, None, 2))
+        count = len(mine.samples)
+        width = 2 if count >= 4 else 1  # rounds come in pairs, one in either order
+        halves = [[i for i in range(count) if i // width % 2 == part] for part in (0, 1)]
         found: list[float] = []
         for picks, judges in (halves, halves[::-1]):
-            best = min(close, key=lambda line: statistics.median(line.samples[picks]))
-            pairs = zip(mine.samples[judges], best.samples[judges], strict=True)
-            found.append(statistics.median(ours_us / best_us for ours_us, best_us in pairs))
+            best = min(close, key=lambda line: statistics.median(line.samples[i] for i in picks))
+            found.append(statistics.median(mine.samples[i] / best.samples[i] for i in judges))
         return max(0.0, statistics.fmean(found) - 1.0)
 
 

@@ -171,33 +171,43 @@ def _onnxruntime(op: AttentionOp, sample: Sample) -> Forward:
     causal = is_causal_square(op) and not any(isinstance(term, (Bias, Alibi)) for term in op.score)
     if not causal and (mask := _onnx_mask(op, sample)) is not None:
         named["M"] = mask
-    given, named = named, {name: x.contiguous() for name, x in named.items()}
-    scattered = [(named[name], x) for name, x in given.items() if not x.is_contiguous() and 0 not in x.stride()]
+    named, refresh = _made_contiguous(named)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # spinning would slow the others' turns
-    model = _onnx_model(op, named, causal)
+    model, shape = _onnx_model(op, named, causal), (op.B, op.Hq, op.Sq, op.Dv)
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
-    out = torch.empty((op.B, op.Hq, op.Sq, op.Dv), dtype=named["Q"].dtype)
     binding = session.io_binding()
     for name, x in named.items():
         kind = np.bool_ if x.dtype == torch.bool else kinds[op.dtype]
         binding.bind_input(name, "cpu", 0, kind, tuple(x.shape), x.data_ptr())
-    binding.bind_output("Y", "cpu", 0, kinds[op.dtype], tuple(out.shape), out.data_ptr())
 
     def forward() -> torch.Tensor:
-        for (
-            place,
-            x,
-        ) in scattered:  # what it cannot read in place is copied at every call; a broadcast mask is made once
-            place.copy_(x)
+        refresh()
+        out = named["Q"].new_empty(shape)  # a result of its own, as everybody's
+        binding.bind_output("Y", "cpu", 0, kinds[op.dtype], shape, out.data_ptr())
         session.run_with_iobinding(binding)
         return out
 
     forward.tensors = named  # type: ignore[attr-defined]  # a binding keeps no tensor alive
     return forward
+
+
+def _made_contiguous(given: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Callable[[], None]]:
+    """What a library that reads by address gets, and what copies the present values into it at every call.
+
+    Only what cannot be read in place is copied; a mask that is broadcast is written out once, beforehand.
+    """
+    named = {name: x.contiguous() for name, x in given.items()}
+    copied = [(named[name], x) for name, x in given.items() if not x.is_contiguous() and 0 not in x.stride()]
+
+    def refresh() -> None:
+        for place, x in copied:
+            place.copy_(x)
+
+    return named, refresh
 
 
 def _onnx_mask(op: AttentionOp, sample: Sample) -> torch.Tensor | None:
@@ -247,14 +257,16 @@ def _openvino(op: AttentionOp, sample: Sample) -> Forward:
     if op.dtype not in kinds:
         raise NotApplicable(f"no {op.dtype} from torch")
     kind = kinds[op.dtype]
-    values = [x.detach().contiguous() for x in (sample.query, sample.key, sample.value)]
-    inputs = [ops.parameter(list(x.shape), kind) for x in values]
+    given = {"Q": sample.query.detach(), "K": sample.key.detach(), "V": sample.value.detach()}
+    inputs = [ops.parameter(list(x.shape), kind) for x in given.values()]
     q, k, v = inputs[0], *(_repeated(ops, x, op) for x in inputs[1:])
     causal = is_causal_square(op) and not op.score
     mask = None if causal or (op.mask == atoms.Full() and not op.score) else float_mask(op, sample)
     if mask is not None:
-        values.append(mask.expand(mask.shape[0], mask.shape[1], op.Sq, op.Skv).contiguous())
-        inputs.append(ops.parameter(list(values[-1].shape), kind))
+        given["M"] = mask.expand(mask.shape[0], mask.shape[1], op.Sq, op.Skv)
+        inputs.append(ops.parameter(list(given["M"].shape), kind))
+    named, refresh = _made_contiguous(given)
+    values = list(named.values())
     scale = ops.constant(op.effective_scale, kind)
     zero = ops.constant(0.0, kind)  # a scale without a mask: the operator wants a zero in the mask's place
     node = ops.scaled_dot_product_attention(q, k, v, inputs[3] if mask is not None else zero, scale, causal=causal)
@@ -263,12 +275,13 @@ def _openvino(op: AttentionOp, sample: Sample) -> Forward:
     config |= {"PERFORMANCE_HINT": "LATENCY"}
     compiled = openvino.Core().compile_model(openvino.Model([node], inputs, "attention"), "CPU", config)
     request = compiled.create_infer_request()
-    out = torch.empty((op.B, op.Hq, op.Sq, op.Dv), dtype=values[0].dtype)
     for index, x in enumerate(values):
         request.set_input_tensor(index, openvino.Tensor(x.numpy(), shared_memory=True))
-    request.set_output_tensor(0, openvino.Tensor(out.numpy(), shared_memory=True))
 
     def forward() -> torch.Tensor:
+        refresh()
+        out = values[0].new_empty((op.B, op.Hq, op.Sq, op.Dv))
+        request.set_output_tensor(0, openvino.Tensor(out.numpy(), shared_memory=True))
         request.infer()
         return out
 

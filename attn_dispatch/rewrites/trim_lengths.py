@@ -2,10 +2,11 @@
 
 1. Key padding (``KeyLengths``, or ``Columns`` per batch, in a conjunction) is cut off the keys: padding is never read.
 2. Query padding (``QueryLengths``) is cut off the queries; the rows beyond are 0 with lse -inf.
-3. Under ``Causal``, the queries before a left-padded sequence's first key see nothing and are cut off too. Positions of
-   queries and keys then move alike, so this needs a square op at offset 0 and a mask of distances alone.
+3. Columns move the keys that are left, so nothing else in the mask may look at a key's number. Under ``Causal``, the
+   queries before a left-padded sequence's first key see nothing and are cut off too; positions of queries and keys
+   then move alike, so this needs a square op at offset 0.
 4. Kept keys are gathered where they have gaps; where positions count, which a gap would move, such a sequence is
-   computed by the reference.
+   computed by the reference, a few rows at a time.
 5. Sequences of equal lengths run as one batch.
 6. The lengths are read at run time, so this is for the CPU: on a GPU reading them would wait for the device.
 """
@@ -33,7 +34,8 @@ from attn_dispatch.rewrites.base import Rewrite, Rewritten, not_useful
 __all__ = ["TrimLengths"]
 
 _EXPECTED_FILL = 0.6  # of a padded length, when nothing is known; the cost model needs a number
-_DISTANCES = (Causal, Stride, Window)  # atoms that look at ``p - j`` alone
+_DISTANCES = (Causal, Window)  # atoms that look at ``p - j`` alone, and whose fast forms take any number of keys
+_ROWS_AT_ONCE = 256  # of a sequence with gaps
 
 
 @dataclass(frozen=True)
@@ -57,12 +59,12 @@ class _Span:
     """What of a sequence is computed.
 
     Args:
-        rows, keys: from where to where. kept: which of these keys, where they have gaps; a tuple, so that it compares.
+        rows, keys: from where to where. gaps: the sequence's number where its keys have gaps, so that it runs alone.
     """
 
     rows: tuple[int, int]
     keys: tuple[int, int]
-    kept: tuple[bool, ...] | None = None
+    gaps: int | None = None
 
     @property
     def empty(self) -> bool:
@@ -90,12 +92,14 @@ class TrimLengths(Rewrite):
                 return Reason("feature", word, text=f"not with {word}: the lengths are read on the host, per sequence")
         if any(ref for atom in lengths.rest.atoms() for ref in atom.refs()):
             return Reason("feature", "mask", text=f"the rest of the mask, {lengths.rest}, has tensors per batch")
-        if lengths.columns is not None and lengths.positional and (reason := _why_positions_stay(op, lengths)):
+        if lengths.columns is not None and (reason := _why_keys_stay(op, lengths)) is not None:
             return reason
         offset = op.static_offset() if lengths.positional else 0
         both = lengths.columns is not None and lengths.positional
         sq = _expected(op.Sq) if lengths.queries or both else op.Sq
         skv = _expected(op.Skv) if lengths.keys or lengths.columns else op.Skv
+        if sq == skv and any(isinstance(atom, Stride) for atom in lengths.rest.atoms()):
+            sq += 1  # at run time there may be fewer keys than rows, which `residue_classes` must know
         inner = op.resized(1 if op.B > 1 else op.B, sq, skv).with_(mask=lengths.rest, q_offset=offset or 0)
         inner = inner.with_(operands=tuple((n, d) for n, d in inner.operands if n in used_names(inner)))
 
@@ -134,14 +138,15 @@ def _is_per_batch(columns: Columns, op: AttentionOp) -> bool:
     return len(dict(op.operands)[columns.kept.name].shape) == 2
 
 
-def _why_positions_stay(op: AttentionOp, lengths: _Lengths) -> Reason | None:
+def _why_keys_stay(op: AttentionOp, lengths: _Lengths) -> Reason | None:
     """Rule 3."""
-    atoms = list(lengths.rest.atoms())
+    if others := sorted({type(a).__name__ for a in lengths.rest.atoms() if not isinstance(a, (*_DISTANCES, Full))}):
+        return Reason("feature", "mask", text=f"{', '.join(others)} beside columns: the numbers of keys would move")
+    if not lengths.positional:
+        return None
     if Causal() not in (lengths.rest.args if isinstance(lengths.rest, And) else (lengths.rest,)):
         text = f"queries before the first key may see keys under {lengths.rest}, whose positions would move"
         return Reason("feature", "mask", text=text)
-    if others := sorted({type(atom).__name__ for atom in atoms if not isinstance(atom, (*_DISTANCES, Full))}):
-        return Reason("feature", "mask", text=f"{', '.join(others)} look at positions, which would move")
     if op.Sq != op.Skv or op.static_offset() != 0:
         text = "columns are cut off where positions count only of a square op, whose queries move alike"
         return Reason("shape", "Sq", op.Sq, op.Skv, text)
@@ -163,17 +168,19 @@ def _run_trimmed(
         pick = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else rows
         keys: Any = slice(*span.keys)
         run = inner
-        if span.kept is not None and lengths.positional:
-            run = _by_reference(op, lengths, span.kept)
-        elif span.kept is not None:
-            keys = torch.tensor(span.kept).nonzero()[:, 0] + span.keys[0]
+        if span.gaps is not None:
+            kept = _kept(lengths, t, span.gaps)[keys]
+            if lengths.positional:
+                run = _by_reference(op, lengths, kept, biases)
+            else:
+                keys = kept.nonzero()[:, 0] + span.keys[0]
         operands = {name: _cut(x, pick, slice(*span.rows), keys) if name in biases else x for name, x in t.items()}
         result = run(q[pick, :, slice(*span.rows)], _take(k, pick, keys), _take(v, pick, keys), operands)
         pieces.append((rows, span, result))
     parts = [(rows, span, x.out if op.outputs.lse and x is not None else x) for rows, span, x in pieces]
     out = _assemble(parts, q, (b, h, sq, v.shape[3]), 0.0, q.dtype, bool(op.grad))
-    if op.grad and all(part is None for _, _, part in parts):
-        out = out + (k[..., :0].sum() + v[..., :0].sum())  # the gradients of key and value are 0, not missing
+    if op.grad and all(part is None for _, _, part in parts):  # gradients are 0, not missing
+        out = out + sum(x[..., :0].sum() for x in (k, v, *(t[name] for name in op.grad if name in t)))
     if not op.outputs.lse:
         return out
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -188,28 +195,40 @@ def _spans(lengths: _Lengths, b: int, sq: int, skv: int, t: Operands) -> list[_S
     ends, rows = _spread(ends, b), _spread(rows, b)
     if lengths.columns is None:
         return [_Span((0, row), (0, end)) for row, end in zip(rows, ends, strict=True)]
+    if skv == 0:
+        return [_Span((0, 0), (0, 0))] * b
     kept = t[lengths.columns].bool()
     stretches = zip(kept.to(torch.uint8).argmax(-1).tolist(), kept.sum(-1).tolist(), strict=True)
     found: list[_Span] = []
     for i, (first, count) in enumerate(_spread(list(stretches), b)):
-        mine = kept[min(i, kept.shape[0] - 1)]
-        last = first + count
-        gaps = None
+        mine = _kept(lengths, t, i)
+        last, gaps = first + count, None
         if count and not bool(mine[first:last].all()):
-            last = int(mine.nonzero()[-1]) + 1
-            gaps = tuple(mine[first : min(last, ends[i])].tolist())
+            last, gaps = int(mine.nonzero()[-1]) + 1, i
         start = first if lengths.positional else 0
         found.append(_Span((start, rows[i]), (first, min(last, ends[i])), gaps))
     return found
 
 
-def _by_reference(op: AttentionOp, lengths: _Lengths, kept: tuple[bool, ...]) -> Run:
+def _kept(lengths: _Lengths, t: Operands, row: int) -> torch.Tensor:
+    """The columns of a sequence, bool ``[Skv]``."""
+    assert lengths.columns is not None
+    kept = t[lengths.columns].bool()
+    return kept[min(row, kept.shape[0] - 1)]
+
+
+def _by_reference(op: AttentionOp, lengths: _Lengths, kept: torch.Tensor, biases: set[str]) -> Run:
     """Rule 4: what the specification says of a sequence with gaps, whose rows and keys start at the same position."""
-    part = op.with_(mask=And.of(lengths.rest, Columns(torch.tensor(kept))))  # type: ignore[arg-type]
+    masked = op.with_(mask=And.of(lengths.rest, Columns(kept)))  # type: ignore[arg-type]
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-        result = reference.attention(part, q, k, v, t)
-        return result if op.outputs.lse else result.out
+        parts: list[Any] = []
+        for start in range(0, q.shape[2], _ROWS_AT_ONCE):
+            rows = slice(start, start + _ROWS_AT_ONCE)
+            mine = {n: x[..., rows, :] if n in biases and x.shape[-2] != 1 else x for n, x in t.items()}
+            parts.append(reference.attention(masked.with_(q_offset=start), q[:, :, rows], k, v, mine))
+        out = torch.cat([part.out for part in parts], 2)
+        return Raw(out, torch.cat([part.lse for part in parts], 2)) if op.outputs.lse else out
 
     return run
 

@@ -14,7 +14,7 @@ import torch
 from attn_dispatch import reference
 from attn_dispatch.backend import Raw
 from attn_dispatch.ir.atoms import Columns, Dense, KeyLengths, QueryLengths, Rows, Segments, Selected
-from attn_dispatch.ir.masks import Mask, Or
+from attn_dispatch.ir.masks import Mask, Not, Or
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Bias
 from attn_dispatch.ir.tensors import Ref, TensorDesc
@@ -85,7 +85,8 @@ def _sample(make: _Maker) -> Sample:
 
 def _unions(mask: Mask) -> list[Or]:
     """The unions in a mask."""
-    inside = [union for part in getattr(mask, "args", ()) for union in _unions(part)]
+    parts = (*getattr(mask, "args", ()), *([mask.arg] if isinstance(mask, Not) else []))
+    inside = [union for part in parts for union in _unions(part)]
     return [mask] if isinstance(mask, Or) else inside
 
 
@@ -155,7 +156,8 @@ class _Maker:
     def marks(self, shape: tuple[int, ...], atom: Mask, is_global: bool) -> torch.Tensor:
         """Keys or rows that count: a few global tokens in a union, else what is not padding.
 
-        A padded batch is padded on the left; on the right its columns would be `KeyLengths`.
+        A padded batch is padded on the left; on the right its columns would be `KeyLengths`. A ragged one is padded on
+        either side, and has gaps.
         """
         size = shape[-1]
         at = torch.arange(size)
@@ -164,9 +166,11 @@ class _Maker:
             lengths = (lengths // 64).clamp(min=1)
         values = at < lengths
         if isinstance(atom, Columns) and len(shape) == 2 and not is_global:
-            values = at >= size - lengths
-            if self.kind == "ragged" and size > 3:
-                values[:, size - 2] = False  # a gap
+            left = at >= size - lengths
+            if self.kind == "ragged":
+                left[::2] = values[::2]
+                left[1::4, size // 2] = False  # a gap
+            values = left
         return values if len(shape) == 2 else values[0]
 
     def segments(self, shape: tuple[int, ...]) -> torch.Tensor:

@@ -51,7 +51,7 @@ class Effort:
 
     Args:
         prune: candidates whose estimate is more than this many times the best are not tried. reach: the same bound for
-            the best form of each backend. keep: at most so many are tried.
+            the best and the plain form of each backend. keep: at most so many are tried.
         heavy_us: an op whose best estimate is more than this is tried with half of ``prune`` and ``keep``.
         rounds, final_rounds: of the first and of the deciding timing. round_s: seconds of one turn of one candidate.
         compile_s: backends that compile for longer than this are not tried.
@@ -146,7 +146,7 @@ def choose(
 
     Args:
         order: names as the heuristic likes them. timings: of those that ran, in one session.
-        far: of those that were too slow for that session; they come last.
+        far: of those that were not in that session; they come last.
 
     Returns:
         The ranking, and the reason for its first place in one line.
@@ -222,7 +222,7 @@ def _prune(
     records: list[Record] = []
     seen: set[str] = set()
     for candidate, estimate in legal:
-        first_form = candidate.backend.name not in seen
+        first_form = candidate.backend.name not in seen or not candidate.chain.steps  # the best form, and the plain one
         seen.add(candidate.backend.name)
         limit = reach if first_form else prune
         if candidate.backend.compile_s > 0:
@@ -312,12 +312,12 @@ def _time(
             break
         far |= {name: timing for name, timing in final.items() if name not in torn}
         near = {name: near[name] for name in torn}
-        final = interleaved(near, 2 * effort.final_rounds, effort.round_s, effort.total_s, op.device, least)
+        final = interleaved(near, 2 * effort.final_rounds, effort.round_s, effort.total_s, op.device, 2 * least)
     return final, far, broken
 
 
 def undecided(order: Sequence[str], timings: Mapping[str, Timing]) -> list[str]:
-    """The choice and those whose median is better by more than the margin, though within the spread; none of just one.
+    """Who runs off: the choice and all within the margin of the fastest, where that is faster by more than the margin.
 
     Example:
         >>> undecided(["a", "b", "c"], {"a": Timing(110.0, 20.0), "b": Timing(100.0, 20.0), "c": Timing(112.0, 1.0)})
@@ -326,6 +326,8 @@ def undecided(order: Sequence[str], timings: Mapping[str, Timing]) -> list[str]:
         []
     """
     winner = choose(order, timings)[0][0]
-    limit = timings[winner].median_us * (1.0 - MARGIN)
-    faster = [name for name in timings if timings[name].median_us < limit]
-    return [name for name in timings if name == winner or name in faster] if faster else []
+    fastest = min(timing.median_us for timing in timings.values())
+    limit = fastest / (1.0 - MARGIN)
+    if timings[winner].median_us <= limit:
+        return []
+    return [name for name in timings if name == winner or timings[name].median_us <= limit]

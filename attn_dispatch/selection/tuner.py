@@ -69,7 +69,7 @@ class Effort:
     final_rounds: int = 21
     least_rounds: int = 9
     finalists: int = 5
-    run_offs: int = 2
+    run_offs: int = 1
     round_s: float = 0.02
     total_s: float = 5.0
     limit_s: float = 60.0

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_dispatch import masks
+from attn_dispatch.errors import InputError
 from attn_dispatch.ir.masks import And, Mask, Not, Or
 from attn_dispatch.ir.operands import Held
 from attn_dispatch.ir.recognise import recognise
@@ -489,3 +490,8 @@ def test_bigbird_has_window_global_and_random_blocks():
     free = (~always).sum(-1).clamp(max=random_blocks)
     assert torch.equal(extra, free.expand(3, n))
     assert not torch.equal(table[0], table[1])
+
+
+def test_columns_given_as_a_tensor_where_a_number_belongs_say_where_they_belong():
+    with pytest.raises(InputError, match="keep=tensor"):
+        masks.columns(torch.ones(2, 4, dtype=torch.bool))

@@ -26,7 +26,7 @@ from attn_dispatch.ir.ops import AttentionOp
 
 __all__ = ["SdpaFlash"]
 
-_CORE_CACHE_BYTES = 384 << 10  # of a second-level cache of 512 KiB, measured on AMD EPYC
+_CORE_CACHE_BYTES = 384 << 10  # of a core's 512 KiB; an estimate for the order, as the speed-up, not a measurement
 _CORE_CACHE_SPEEDUP = 4.0
 _WIDEST_VECTOR = 16  # float32 lanes of AVX-512
 _ONES = tuple(Limit(name, minimum=1) for name in ("B", "Hq", "Sq", "Skv", "D"))

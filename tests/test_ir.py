@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import fields, replace
 
 import pytest
+import torch
 import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_masks import drawn_masks
 
+from attn_dispatch import dispatch, masks
 from attn_dispatch.capability import ALL_FEATURES
 from attn_dispatch.ir import (
     END,
@@ -304,10 +308,32 @@ def test_a_bucketed_op_is_valid_keeps_all_but_lengths_and_stays_in_its_bucket(op
     assert top.Sq >= op.Sq
     assert top.Skv >= op.Skv
     assert (top.Sq == top.Skv) == (op.Sq == op.Skv)
-    same = ("scale", "score", "mask", "weight", "dropout_p", "outputs", "grad", "layout", "traced")
+    same = ("scale", "weight", "dropout_p", "outputs", "layout", "traced")
     assert all(getattr(top, name) == getattr(op, name) for name in same)
     assert (top.Hq, top.Hkv, top.D, top.Dv, top.dtype) == (op.Hq, op.Hkv, op.D, op.Dv, op.dtype)
-    assert [name for name, _ in top.operands] == [name for name, _ in op.operands]
+    kinds = [[type(x).__name__ for x in (*one.mask.atoms(), *one.score)] for one in (top, op)]
+    assert kinds[0] == kinds[1]
+    assert len(top.operands) == len(op.operands)
+    assert len(top.grad) == len(op.grad)
+
+
+@given(op=ops())
+def test_what_a_tensor_is_called_does_not_change_the_bucket(op):
+    names = {*op.mask.refs(), *(str(term)[5:-1] for term in op.score if isinstance(term, Bias))}
+    text = json.dumps(op.to_dict())
+    for name in names:
+        text = re.sub(rf"\b{name}\b", f"other_{name}", text)
+    other = AttentionOp.from_dict(json.loads(text))
+    assert (other == op) == (not names)
+    assert other.bucketed() == op.bucketed()
+
+
+def test_a_padding_mask_is_one_op_however_it_is_given():
+    q, kv, kept = torch.ones(2, 2, 1, 8), torch.ones(2, 2, 20, 8), torch.arange(20) < torch.tensor([[20], [9]])
+    masks_ = [kept[:, None, None], masks.columns(keep=kept)]
+    given = [dispatch.explain(q, kv, kv, mask).op for mask in masks_]
+    assert [str(op.mask) for op in given] == ["Columns(attn_mask)", "Columns(mask0)"]
+    assert given[0].bucketed() == given[1].bucketed()
 
 
 def test_lengths_of_one_bucket_make_one_bucketed_op():

@@ -49,7 +49,7 @@ class Blocked(Backend):
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
             if plain and q.shape[2] <= self.block:
-                return _run_plain(op, q, k, v)
+                return _run_plain(op, q, k, v, t)
             return _run(op, self.block, q, k, v, t)
 
         return Executable(run)
@@ -64,19 +64,17 @@ class Blocked(Backend):
 
 
 def _is_plain(op: AttentionOp) -> bool:
-    """Whether all pairs attend and nothing but a soft cap happens to them: a decode step."""
-    biased = any(isinstance(term, Bias) for term in op.score)
-    return isinstance(op.mask, Full) and not (biased or op.outputs.lse or op.dropout_p or op.grad or _sinks(op))
+    """Whether all pairs attend, and the output alone is wanted: a decode step, or a padded sequence at its length."""
+    return isinstance(op.mask, Full) and not (op.outputs.lse or op.dropout_p or op.grad or _sinks(op))
 
 
-def _run_plain(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _run_plain(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> torch.Tensor:
     """One tile of such an op: what surrounds a loop over tiles would cost more than the tile."""
     dtype = q.dtype
     acc = torch.float64 if dtype == torch.float64 else torch.float32
     if dtype != acc:
         q, k, v = q.to(acc), k.to(acc), v.to(acc)
-    weights = torch.softmax(_scores(op, q, k.transpose(-1, -2), {}), -1)
-    out = reference.grouped_matmul(weights, v)
+    out = _weighted(_weights(op, q, k, None, t), v)
     return out if dtype == acc else out.to(dtype)
 
 
@@ -118,25 +116,75 @@ def _tile(
     t: Operands,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Attention of one tile, q and k already in the accumulating dtype."""
-    scores = _scores(op, q, k.transpose(-1, -2), tiling.slice_terms(op, tile, t))
-    scores = scores if bias is None else scores + bias
-    biased = bias is not None or any(isinstance(term, Bias) for term in op.score)
-    if not biased and not op.outputs.lse and not _sinks(op):
-        weights, lse = torch.softmax(scores, -1), None  # no row can be empty
+    terms = tiling.slice_terms(op, tile, t)
+    if op.outputs.lse or _sinks(op):
+        weights, lse = reference.weigh_softmax(op, _scores(op, q, k, bias, terms), None, t)
     else:
-        weights, lse = reference.weigh_softmax(op, scores, None, t)
+        weights, lse = _weights(op, q, k, bias, terms), None
     if op.dropout_p:
         weights = F.dropout(weights, op.dropout_p)
-    return reference.grouped_matmul(weights, v.to(scores.dtype)), lse
+    return _weighted(weights, v.to(q.dtype)), lse
 
 
-def _scores(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor:
-    """Scaled scores with soft cap and biases; the cap in place where no graph is kept, with the scale in its factor."""
-    if op.grad or not op.score or not isinstance(op.score[0], SoftCap):
-        return reference.apply_terms(op, reference.grouped_matmul(q * op.effective_scale, k), t)
-    cap = op.score[0].cap
-    scores = reference.grouped_matmul(q, k).mul_(op.effective_scale / cap).tanh_().mul_(cap)
-    return scores if len(op.score) == 1 else reference.apply_terms(op.with_(score=op.score[1:]), scores, t)
+def _weights(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, t: Operands) -> torch.Tensor:
+    """Softmax without sinks; 0 in rows that attend nothing, which a mask or -inf in a bias may leave.
+
+    torch's softmax takes one pass where the specification takes seven. It gives NaN in all of such a row, so that one
+    column tells whether there is any. On a GPU looking would wait for the device.
+    """
+    maybe_empty = bias is not None or any(isinstance(term, Bias) for term in op.score)
+    if maybe_empty and q.device.type != "cpu":
+        return reference.weigh_softmax(op, _scores(op, q, k, bias, t), None, t)[0]
+    scores = _scores(op, q, k, bias, t)
+    weights = torch.softmax(scores, -1, out=None if op.grad else scores)
+    if not maybe_empty or reference.finite(weights[..., 0]):
+        return weights
+    return reference.weigh_softmax(op, _scores(op, q, k, bias, t), None, t)[0]
+
+
+def _scores(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, bias: torch.Tensor | None, t: Operands) -> torch.Tensor:
+    """Scaled scores ``[B, Hq, Sq, Skv]`` with soft cap and biases; ``bias`` is the mask's.
+
+    Where no graph is kept, scale and first bias are part of the matrix product, and the rest is done in place: a pass
+    over the scores costs about a tenth of the product.
+    """
+    if op.grad:
+        scores = reference.grouped_matmul(q * op.effective_scale, k.transpose(-1, -2))
+        scores = reference.apply_terms(op, scores, t)
+        return scores if bias is None else scores + bias
+    b, hq, sq, _ = q.shape
+    hkv, skv = k.shape[1:3]
+    rows = q.reshape(b * hkv, hq // hkv * sq, -1)  # the query heads of a kv head are rows of one product
+    keys = k.reshape(b * hkv, skv, -1).transpose(1, 2)
+    steps: list[float | torch.Tensor] = [x.cap if isinstance(x, SoftCap) else t[x.bias.name] for x in op.score]  # type: ignore[attr-defined]
+    steps += [] if bias is None else [bias]
+    scale, first = op.effective_scale, steps[0] if steps else None
+    if isinstance(first, torch.Tensor) and _fits_product(first, q):
+        added = first.expand(b, hq, sq, skv).reshape(b * hkv, -1, skv)
+        product, steps = torch.baddbmm(added, rows, keys, alpha=scale), steps[1:]
+    else:
+        scale = scale / first if isinstance(first, float) else scale
+        product = q.new_empty((b * hkv, rows.shape[1], skv))
+        product.baddbmm_(rows, keys, beta=0, alpha=scale)  # beta 0: what was there is not read
+    scores = product.view(b, hq, sq, skv)
+    for i, step in enumerate(steps):
+        if isinstance(step, torch.Tensor):
+            scores = scores.add_(step)
+        else:  # the first one's division is part of the scale
+            scores = (scores if i == 0 and step is first else scores.div_(step)).tanh_().mul_(step)
+    return scores
+
+
+def _fits_product(bias: torch.Tensor, q: torch.Tensor) -> bool:
+    """Whether a bias can be what a product is added to, without writing it out for each sequence."""
+    return bias.ndim == 4 and bias.dtype == q.dtype and q.shape[0] in (1, bias.shape[0])
+
+
+def _weighted(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """``weights [B, Hq, Sq, Skv] @ v [B, Hkv, Skv, Dv]`` -> ``[B, Hq, Sq, Dv]``."""
+    b, hq, sq, skv = weights.shape
+    rows = weights.reshape(b * v.shape[1], -1, skv)
+    return torch.bmm(rows, v.reshape(b * v.shape[1], skv, -1)).view(b, hq, sq, -1)
 
 
 def _is_one_tile(op: AttentionOp, sq: int, block: int) -> bool:

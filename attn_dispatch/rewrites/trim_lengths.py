@@ -7,13 +7,14 @@
    then move alike, so this needs a square op at offset 0.
 4. Kept keys are gathered where they have gaps; where positions count, which a gap would move, such a sequence is
    computed by the reference, a few rows at a time.
-5. Sequences of equal lengths run as one batch.
+5. Sequences of equal lengths run as one batch, if they are small or stand beside each other.
 6. The lengths are read at run time, so this is for the CPU: on a GPU reading them would wait for the device.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,6 +37,7 @@ __all__ = ["TrimLengths"]
 _EXPECTED_FILL = 0.6  # of a padded length, when nothing is known; the cost model needs a number
 _DISTANCES = (Causal, Window)  # atoms that look at ``p - j`` alone, and whose fast forms take any number of keys
 _ROWS_AT_ONCE = 256  # of a sequence with gaps
+_GATHERED_BYTES = 64 << 10  # of a sequence's keys: gathering more takes longer than one more call
 
 
 @dataclass(frozen=True)
@@ -157,13 +159,43 @@ def _run_trimmed(
     op: AttentionOp, lengths: _Lengths, inner: Run, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands
 ) -> Any:
     b, h, sq, _ = q.shape
-    spans = _spans(lengths, b, sq, k.shape[2], t)
+    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
+    batches = _batches(_spans(lengths, b, sq, k.shape[2], t), k[:1].nbytes)
+    whole = all(span.rows == (0, sq) and not span.empty for span, _ in batches)
+
+    def padded(fill: float, dtype: torch.dtype, *last: int) -> torch.Tensor:
+        # heads beside each other, as the fused kernels return them, so that placing a part is a straight copy
+        empty = torch.empty((b, sq, h, *last), dtype=dtype, device=q.device).transpose(1, 2)
+        return empty if whole else empty.fill_(fill)
+
+    lse = padded(-math.inf, acc) if op.outputs.lse else None
+    out = None if op.grad else padded(0.0, q.dtype, v.shape[3])
+    kept: list[tuple[list[int], _Span, torch.Tensor | None]] = []
+    for rows, span, part in _pieces(op, lengths, inner, batches, q, k, v, t):
+        if out is not None:  # placed before the next is computed, which then reuses its memory
+            _place(out, rows, span, part.out)
+        else:
+            kept.append((rows, span, part.out))
+        if lse is not None:
+            _place(lse, rows, span, part.lse)
+    if out is None:
+        out = _join(kept, q, (b, h, sq, v.shape[3]))
+        if all(part is None for _, _, part in kept):  # gradients are 0, not missing
+            out = out + sum(x[..., :0].sum() for x in (k, v, *(t[name] for name in op.grad if name in t)))
+    return out if lse is None else Raw(out, lse)
+
+
+def _pieces(
+    op: AttentionOp, lengths: _Lengths, inner: Run, batches: list[tuple[_Span, list[int]]], q: torch.Tensor,
+    k: torch.Tensor, v: torch.Tensor, t: Operands,
+) -> Iterator[tuple[list[int], _Span, Any]]:  # fmt: skip
+    """What each batch of sequences gives, in turn: ``(rows, span, Raw)``, with ``Raw(None)`` where it is empty."""
     biases = {term.bias.name for term in op.score if isinstance(term, Bias)}
-    pieces: list[tuple[list[int], _Span, Any]] = []
-    for span in dict.fromkeys(spans):
-        rows = [i for i, other in enumerate(spans) if other == span]
+    if len(q) > 1:  # a bias that all sequences share is put in order once, not by the kernel for each of them
+        t = {name: x.contiguous() if name in biases and x.shape[0] == 1 else x for name, x in t.items()}
+    for span, rows in batches:
         if span.empty:
-            pieces.append((rows, span, None))
+            yield rows, span, Raw(None)  # type: ignore[arg-type]
             continue
         pick = slice(rows[0], rows[-1] + 1) if rows[-1] - rows[0] + 1 == len(rows) else rows
         keys: Any = slice(*span.keys)
@@ -176,16 +208,7 @@ def _run_trimmed(
                 keys = kept.nonzero()[:, 0] + span.keys[0]
         operands = {name: _cut(x, pick, slice(*span.rows), keys) if name in biases else x for name, x in t.items()}
         result = run(q[pick, :, slice(*span.rows)], _take(k, pick, keys), _take(v, pick, keys), operands)
-        pieces.append((rows, span, result))
-    parts = [(rows, span, x.out if op.outputs.lse and x is not None else x) for rows, span, x in pieces]
-    out = _assemble(parts, q, (b, h, sq, v.shape[3]), 0.0, q.dtype, bool(op.grad))
-    if op.grad and all(part is None for _, _, part in parts):  # gradients are 0, not missing
-        out = out + sum(x[..., :0].sum() for x in (k, v, *(t[name] for name in op.grad if name in t)))
-    if not op.outputs.lse:
-        return out
-    acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    sums = [(rows, span, x if x is None else x.lse) for rows, span, x in pieces]
-    return Raw(out, _assemble(sums, q, (b, h, sq), -math.inf, acc, False))
+        yield rows, span, result if op.outputs.lse else Raw(result)
 
 
 def _spans(lengths: _Lengths, b: int, sq: int, skv: int, t: Operands) -> list[_Span]:
@@ -207,6 +230,18 @@ def _spans(lengths: _Lengths, b: int, sq: int, skv: int, t: Operands) -> list[_S
             last, gaps = int(mine.nonzero()[-1]) + 1, i
         start = first if lengths.positional else 0
         found.append(_Span((start, rows[i]), (first, min(last, ends[i])), gaps))
+    return found
+
+
+def _batches(spans: list[_Span], key_bytes: int) -> list[tuple[_Span, list[int]]]:
+    """Sequences of equal spans, rule 5: those beside each other, and all where gathering them is less than a call."""
+    found: list[tuple[_Span, list[int]]] = []
+    for i, span in enumerate(spans):
+        last = next((rows for other, rows in reversed(found) if other == span), None)
+        if last is not None and (span.empty or last[-1] == i - 1 or key_bytes <= _GATHERED_BYTES):
+            last.append(i)
+        else:
+            found.append((span, [i]))
     return found
 
 
@@ -253,32 +288,21 @@ def _cut(x: torch.Tensor, pick: Any, rows: slice, keys: Any) -> torch.Tensor:
     return x if x.shape[-1] == 1 else x[..., keys]
 
 
-def _assemble(
-    pieces: list[tuple[list[int], _Span, torch.Tensor | None]],
-    q: torch.Tensor,
-    shape: tuple[int, ...],
-    fill: float,
-    dtype: torch.dtype,
-    keep_graph: bool,
+def _place(out: torch.Tensor, rows: list[int], span: _Span, part: torch.Tensor | None) -> None:
+    """Write the results of some sequences into the padded tensor."""
+    for n, row in enumerate(rows if part is not None else ()):
+        out[row, :, slice(*span.rows)] = part[n]  # type: ignore[index]
+
+
+def _join(
+    pieces: list[tuple[list[int], _Span, torch.Tensor | None]], q: torch.Tensor, shape: tuple[int, ...]
 ) -> torch.Tensor:
-    """Place the results of the groups into the padded shape."""
-    if not keep_graph:
-        # heads beside each other, as the fused kernels return them, so that placing a part is a straight copy
-        b, h, s, *rest = shape
-        out = torch.empty((b, s, h, *rest), dtype=dtype, device=q.device).transpose(1, 2)
-        if any(part is None or part.shape[2] < s for _, _, part in pieces):
-            out.fill_(fill)
-        for rows, span, part in pieces:
-            if part is not None:
-                for n, row in enumerate(rows):
-                    out[row, :, slice(*span.rows)] = part[n]
-        return out
+    """The results in the padded shape, with a graph."""
     by_row: dict[int, torch.Tensor] = {}
     for rows, span, part in pieces:
         for n, row in enumerate(rows):
             if part is None:  # empty: zeros that still know the query, whose gradient is 0
-                by_row[row] = q[row, ..., :0].sum(-1, keepdim=True).expand(*shape[1:3], *shape[3:])
+                by_row[row] = q[row, ..., :0].sum(-1, keepdim=True).expand(*shape[1:])
             else:
-                around = (0, 0, span.rows[0], shape[2] - span.rows[1])
-                by_row[row] = torch.nn.functional.pad(part[n], around, value=fill)
+                by_row[row] = torch.nn.functional.pad(part[n], (0, 0, span.rows[0], shape[2] - span.rows[1]))
     return torch.stack([by_row[row] for row in range(shape[0])])

@@ -36,6 +36,7 @@ _NO_OPERANDS: dict[str, torch.Tensor] = {}
 _table = routes.table  # the same dict for ever; a name of this module is one lookup less
 _context = context.active.get
 _deterministic = torch._C._get_deterministic_algorithms
+_Tensor = torch.Tensor
 _tracing = torch.compiler.is_dynamo_compiling
 
 
@@ -122,6 +123,8 @@ def attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, bias, sinks,
             query_lengths, key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,
         )  # fmt: skip
+    named = _NO_OPERANDS
+    mask: Mask | str | None = None
     if (
         attn_mask is None
         and bias is None
@@ -129,6 +132,7 @@ def attention(
         and key_lengths is None
         and query_lengths is None
         and variant is _SOFTMAX
+        and not isinstance(q_offset, _Tensor)
     ):
         options: tuple[Any, ...] = (
             is_causal, dropout_p, scale, enable_gqa, window, softcap, q_offset, layout, return_lse, return_weights,
@@ -145,11 +149,30 @@ def attention(
                         return run(query, key, value, _NO_OPERANDS)
         except TypeError:  # an unhashable or non-tensor argument: the slow path knows what to say about it
             options = ()
-    else:
-        options = ()
+    else:  # the same with more tensors
+        if isinstance(attn_mask, _Tensor):
+            attn_mask, q_offset, _ = _recognised(attn_mask, query, value, window, is_causal, q_offset)
+        named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
+        options = (
+            mask.text if isinstance(mask, Mask) else mask, tuple(named), is_causal, dropout_p, scale, enable_gqa,
+            window, softcap, None if "q_offset" in named else q_offset, variant_key(variant), layout, return_lse,
+            return_weights, backend, _context(), _deterministic(), forward_ad._current_level,
+        )  # fmt: skip
+        try:
+            for route in _table.get(options, ()):
+                if route.check(query, key, value, *named.values()):
+                    operands = route.operands(named) if route.operands else _NO_OPERANDS
+                    if route.runs is None:
+                        return route.run(query, key, value, operands)
+                    length = key.size(2)
+                    run = route.runs.get((length - 1).bit_length())
+                    if run is not None and value.size(2) == length:
+                        return run(query, key, value, operands)
+        except TypeError:
+            options = ()
     return _slow(
-        options, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, bias, sinks,
-        query_lengths, key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,
+        options, named, mask, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap,
+        bias, sinks, query_lengths, key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,
     )  # fmt: skip
 
 
@@ -251,7 +274,9 @@ class _Call:
             notes.append(f"pages gathered into {key.shape[1 if layout == 'bshd' else 2]} rows")
         if return_state or state is not None:
             variant = stateful(variant, state, return_state)
-        attn_mask, q_offset = _recognised(attn_mask, query, value, window, is_causal, q_offset, notes)
+        if isinstance(attn_mask, torch.Tensor):
+            attn_mask, q_offset, note = _recognised(attn_mask, query, value, window, is_causal, q_offset)
+            notes += [note] if note else []
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
         return cls.sorted(
             (query, key, value), named, mask, notes, dropout_p, is_causal, scale, enable_gqa, window, softcap,
@@ -294,14 +319,16 @@ class _Call:
 
 
 def _slow(
-    options: tuple[Any, ...], query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any,
-    scale: Any, enable_gqa: Any, window: Any, softcap: Any, bias: Any, sinks: Any, query_lengths: Any,
-    key_lengths: Any, q_offset: Any, variant: Any, layout: Any, return_lse: Any, return_weights: Any, backend: Any,
+    options: tuple[Any, ...], named: dict[str, torch.Tensor], mask: Any, query: Any, key: Any, value: Any,
+    attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any, window: Any, softcap: Any, bias: Any,
+    sinks: Any, query_lengths: Any, key_lengths: Any, q_offset: Any, variant: Any, layout: Any, return_lse: Any,
+    return_weights: Any, backend: Any,
 ) -> Any:  # fmt: skip
-    """A call without a plain route: traced, with more tensors, or new. New: describe, decide, compile, keep, run.
+    """A call without a route: nested, exported, under autocast, or new. New: describe, decide, compile, keep, run.
 
     Args:
-        options: the key under which `attention` looked for a route; () when the call has more tensors.
+        options: the key under which `attention` looked for a route; () when it cannot be one.
+        named, mask: the other tensors, from `collect_tensors`.
     """
     if isinstance(query, torch.Tensor):
         rest = (
@@ -314,28 +341,8 @@ def _slow(
             return tracing.exported(query, key, value, *rest)
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
             return _under_autocast(query, key, value, *rest)
-    notes: list[str] = []
-    attn_mask, q_offset = _recognised(attn_mask, query, value, window, is_causal, q_offset, notes)
-    named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
-    tensors = (query, key, value, *named.values())
-    if not options:
-        options = (
-            mask if isinstance(mask, str) or mask is None else mask.text, tuple(named), is_causal, dropout_p, scale,
-            enable_gqa, window, softcap, None if "q_offset" in named else q_offset,
-            variant_key(variant), layout, return_lse, return_weights, backend, _context(),
-            _deterministic(), forward_ad._current_level,
-        )  # fmt: skip
-        try:
-            for route in _table.get(options, ()):
-                if not route.check(*tensors):
-                    continue
-                run = route.run if route.runs is None else route.runs.get((key.size(2) - 1).bit_length())
-                if run is not None and (route.runs is None or value.size(2) == key.size(2)):
-                    return run(query, key, value, route.operands(named) if route.operands else _NO_OPERANDS)
-        except TypeError:  # a list where a tuple would do, or an argument of a wrong type, which describe will name
-            options = ()
     call = _Call.sorted(
-        (query, key, value), named, mask, notes, dropout_p, is_causal, scale, enable_gqa, window, softcap, q_offset,
+        (query, key, value), named, mask, [], dropout_p, is_causal, scale, enable_gqa, window, softcap, q_offset,
         variant, layout, return_lse, return_weights, backend,
     )  # fmt: skip
     made = make_plan(call.bind(), call.requests())
@@ -353,21 +360,22 @@ def _key_is_whole() -> bool:
 
 
 def _recognised(
-    attn_mask: Any, query: Any, value: Any, window: Any, is_causal: Any, q_offset: Any, notes: list[str]
-) -> tuple[Any, Any]:
-    """A mask tensor as the pattern that it holds, and the offset at which it holds it; as given when there is none."""
-    if not isinstance(attn_mask, torch.Tensor) or window is not None or is_causal or q_offset is not None:
-        return attn_mask, q_offset
-    if not _worth_recognising(attn_mask, query, value):
-        return attn_mask, q_offset
+    attn_mask: torch.Tensor, query: Any, value: Any, window: Any, is_causal: Any, q_offset: Any
+) -> tuple[torch.Tensor | Mask, Any, str]:
+    """A mask tensor as the pattern that it holds, the offset at which it holds it, and a note; as given without one."""
+    if not _worth_recognising(attn_mask, query, value) or window is not None or is_causal or q_offset is not None:
+        return attn_mask, q_offset, ""
     found, offset = recognise(attn_mask)
     if found.feature == "mask:Dense":
-        return attn_mask, q_offset
-    notes.append(f"attn_mask recognised as {found} at q_offset {offset}")
-    return found, offset
+        return attn_mask, q_offset, ""
+    return found, offset, f"attn_mask recognised as {found} at q_offset {offset}"
 
 
-def _under_autocast(query: Any, key: Any, value: Any, *rest: Any) -> Any:
+def _under_autocast(
+    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any,
+    window: Any, softcap: Any, bias: Any, sinks: Any, query_lengths: Any, key_lengths: Any, q_offset: Any,
+    variant: Any, layout: Any, return_lse: Any, return_weights: Any, backend: Any,
+) -> Any:  # fmt: skip
     """As torch's SDPA under autocast: query, key and value in the autocast dtype, and no autocast inside."""
     device = query.device.type
     dtype = torch.get_autocast_dtype(device)
@@ -377,17 +385,27 @@ def _under_autocast(query: Any, key: Any, value: Any, *rest: Any) -> Any:
         return x.to(dtype) if eligible else x
 
     with torch.autocast(device, enabled=False):
-        return _slow((), cast(query), cast(key), cast(value), *rest)
+        return attention(
+            cast(query), cast(key), cast(value), attn_mask, dropout_p, is_causal, scale, enable_gqa, window=window,
+            softcap=softcap, bias=bias, sinks=sinks, query_lengths=query_lengths, key_lengths=key_lengths,
+            q_offset=q_offset, variant=variant, layout=layout, return_lse=return_lse, return_weights=return_weights,
+            backend=backend,
+        )  # fmt: skip
 
 
 def _worth_recognising(mask: torch.Tensor, query: Any, value: Any) -> bool:
     """Recognition reads the mask once; that must be little beside the attention it saves."""
-    if mask.dtype != torch.bool or mask.device.type != "cpu" or mask.ndim < 2 or not isinstance(query, torch.Tensor):
+    if mask.dtype is not torch.bool or type(mask) is not torch.Tensor or not isinstance(query, torch.Tensor):
         return False
-    if not isinstance(value, torch.Tensor) or query.ndim != 4 or tracing.is_transformed(query, mask):
+    if mask.ndim < 2 or query.ndim != 4 or query.is_nested:
         return False
-    if mask.shape[-2] == 1:
-        return mask.shape[0] == query.shape[0] > 1 and query.shape[2] >= 64  # padding: lengths can be trimmed
+    of_keys = mask.size(-2) == 1
+    if of_keys and not (query.size(2) >= 64 and mask.size(0) == query.size(0) > 1):
+        return False  # asked first: a padded decode step comes here at every layer
+    if mask.device.type != "cpu" or not isinstance(value, torch.Tensor) or tracing.is_transformed(query, mask):
+        return False
+    if of_keys:
+        return True  # padding: lengths can be trimmed
     work = query.shape[0] * query.shape[1] * (query.shape[3] + value.shape[3])  # multiply-adds per pair
     return mask.shape[-1] * mask.shape[-2] >= 1 << 16 and work >= 256
 

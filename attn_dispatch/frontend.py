@@ -87,13 +87,10 @@ def collect_tensors(
         raise InputTypeError(problem, remedy="a bool tensor (True = attend), a float bias, or attn_dispatch.masks")
     if isinstance(bias, Alibi):
         raise InputTypeError("bias=Alibi(...) needs its slopes as a tensor", remedy="bias=alibi_slopes(Hq), rank 1")
-    lengths = {"query_lengths": query_lengths, "key_lengths": key_lengths}
-    for name, value in {"bias": bias, "sinks": sinks, **lengths}.items():
-        if value is None:
-            continue
-        if not isinstance(value, torch.Tensor):
-            value = _as_lengths(name, value)
-        named[name] = value
+    lengths = (("query_lengths", query_lengths), ("key_lengths", key_lengths))
+    for name, value in (("bias", bias), ("sinks", sinks), *lengths):
+        if value is not None:
+            named[name] = value if isinstance(value, torch.Tensor) else _as_lengths(name, value)
     if isinstance(q_offset, torch.Tensor):
         named["q_offset"] = q_offset
     if isinstance(variant, Stateful):
@@ -271,7 +268,7 @@ class _Builder:
         packed = view(mask)
         if packed.shape[2] == 1 and packed.shape[1] == 1:  # says something of keys alone: a whole column is in or out
             shared = packed.shape[0] == 1
-            self.restrict(Columns(self.bind("attn_mask", lambda m: view(m)[0 if shared else slice(None), 0, 0])))
+            self.restrict(Columns(self.bind("attn_mask", lambda m: view(m)[0, 0, 0] if shared else view(m).flatten(1))))
         else:
             self.restrict(Dense(self.bind("attn_mask", view)))
 

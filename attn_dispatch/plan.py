@@ -294,10 +294,11 @@ def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Reg
     if spare is None:  # a registry without eager: nothing to fall back to
         return run
     exact: list[Run] = []
+    finite = reference.finite
 
     def guarded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
         result = run(q, k, v, t)
-        if reference.finite(result.out if isinstance(result, Raw) else result):
+        if finite(result.out if isinstance(result, Raw) else result):
             return result
         if not exact:
             exact.append(build(spare, op).run)

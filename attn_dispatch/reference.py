@@ -334,4 +334,5 @@ def _without_minus_inf(op: AttentionOp, allowed: torch.Tensor | None, tensors: T
 
 def finite(x: torch.Tensor) -> bool:
     """Whether all elements are finite, by one pass over the data; an overflowing sum may say no wrongly, never yes."""
-    return math.isfinite(x.detach().sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).item())
+    x = x.detach() if x.requires_grad else x
+    return math.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).item())

@@ -19,6 +19,8 @@ from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Bias
 from attn_dispatch.ir.tensors import Ref
 
+MakeMask = Callable[[torch.Tensor, torch.Tensor, Operands], torch.Tensor | None]
+
 __all__ = [
     "MASK_FEATURES",
     "additive_mask",
@@ -49,33 +51,62 @@ def mask_parts(op: AttentionOp) -> list[Mask]:
     return [part for part in parts if not isinstance(part, Full)]
 
 
-def boolean_mask(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor | None:
-    """All masks of the op as one boolean tensor ``[B|1, H|1, Sq|1, Skv]``; None when there is none."""
-    out = None
-    for part in mask_parts(op):
-        assert isinstance(part, (Causal, Dense, Columns, KeyLengths, KeyRange, QueryLengths)), part
-        if isinstance(part, Columns) and isinstance(part.kept, Ref):
-            kept = t[part.kept.name]  # without a grid of positions: this is every layer of every padded decode step
-            allowed = kept[None, :] if kept.ndim == 1 else kept[:, None, None, :]
-        else:
-            allowed = part.allowed(reference.positions(op, q, k, t))
-        out = allowed if out is None else out & allowed
-    return None if out is None else out[(None,) * (4 - out.ndim)]
+def boolean_mask(op: AttentionOp) -> MakeMask:
+    """All masks of the op as one boolean tensor ``[B|1, H|1, Sq|1, Skv]``; None when there is none.
+
+    Returns:
+        ``(q, k, operands) -> mask``: what of it depends on the op alone is done here, and not at every call.
+    """
+    parts = mask_parts(op)
+    first = parts[0] if parts else None
+    if len(parts) == 1 and isinstance(first, Columns) and isinstance(first.kept, Ref):
+        columns = first.kept.name
+        return lambda _q, _k, t: _columns(t[columns])
+
+    def make(q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor | None:
+        out = None
+        for part in parts:
+            assert isinstance(part, (Causal, Dense, Columns, KeyLengths, KeyRange, QueryLengths)), part
+            if isinstance(part, Columns) and isinstance(part.kept, Ref):
+                allowed = _columns(t[part.kept.name])
+            else:
+                allowed = part.allowed(reference.positions(op, q, k, t))
+            out = allowed if out is None else out & allowed
+        return out if out is None or out.ndim == 4 else out[(None,) * (4 - out.ndim)]
+
+    return make
 
 
-def additive_mask(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor | None:
-    """All masks and biases of the op as one float tensor in q's dtype (fp32 biases stay fp32 for half precision)."""
-    allowed = boolean_mask(op, q, k, t)
-    biases = [t[term.bias.name] for term in op.score if isinstance(term, Bias)]
-    if not biases:
-        if allowed is None:
-            return None
-        return torch.where(allowed, 0.0, -math.inf).to(q.dtype)
-    total = biases[0]
-    for bias in biases[1:]:
-        total = total + bias
-    total = total[(None,) * (4 - total.ndim)]
-    return total if allowed is None else torch.where(allowed, total, -math.inf)
+def _columns(kept: torch.Tensor) -> torch.Tensor:
+    """Columns ``[Skv]`` or ``[B, Skv]`` as a mask, without a grid of positions: every layer of every padded decode step
+    comes here."""
+    return kept.view(-1, 1, 1, kept.size(-1))
+
+
+def additive_mask(op: AttentionOp) -> MakeMask:
+    """All masks and biases of the op as one float tensor in q's dtype (fp32 biases stay fp32 for half precision).
+
+    Returns:
+        ``(q, k, operands) -> mask``, which gives None when the op has neither.
+    """
+    allowed_of = boolean_mask(op)
+    names = [term.bias.name for term in op.score if isinstance(term, Bias)]
+    dtype = getattr(torch, op.dtype)
+
+    def make(q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor | None:
+        allowed = allowed_of(q, k, t)
+        if not names:
+            if allowed is None:
+                return None
+            mask = torch.where(allowed, 0.0, -math.inf)
+            return mask if mask.dtype is dtype else mask.to(dtype)
+        total = t[names[0]]
+        for name in names[1:]:
+            total = total + t[name]
+        total = total if total.ndim == 4 else total[(None,) * (4 - total.ndim)]
+        return total if allowed is None else torch.where(allowed, total, -math.inf)
+
+    return make
 
 
 def patch_dead_rows(lse: torch.Tensor, additive: torch.Tensor | None) -> torch.Tensor:

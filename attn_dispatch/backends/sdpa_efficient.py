@@ -40,9 +40,10 @@ class SdpaEfficient(Backend):
         kernel = torch._scaled_dot_product_efficient_attention
         scale, causal, dropout_p = op.effective_scale, is_causal_only(op) and not op.score, op.dropout_p
         wants_lse = op.outputs.lse or bool(op.grad)
+        mask_of = additive_mask(op)
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-            mask = None if causal else additive_mask(op, q, k, t)
+            mask = None if causal else mask_of(q, k, t)
             bias = None if mask is None else _aligned(mask.to(q.dtype), q, k)
             out, lse, *_ = kernel(q, k, v, bias, wants_lse, dropout_p, causal, scale=scale)
             return Raw(out, patch_dead_rows(lse[..., : q.shape[2]], mask)) if op.outputs.lse else out

@@ -89,14 +89,15 @@ def _compile_cpu(op: AttentionOp) -> Run:
     scale, causal = op.effective_scale, is_causal_only(op)
     plain = isinstance(op.mask, (Full, Causal)) and not op.score
     scattered = "scattered" in op.features
+    flag = causal and not op.score
+    mask_of = additive_mask(op)
 
     def masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
         if scattered:
             q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        flag = causal and not op.score
-        mask = None if flag else additive_mask(op, q, k, t)
-        if mask is None and k.shape[2] < _WIDEST_VECTOR:  # with a mask tensor it keeps the NaN of a query row
-            mask = q.new_zeros((1, k.shape[2]))
+        mask = None if flag else mask_of(q, k, t)
+        if mask is None and k.size(2) < _WIDEST_VECTOR:  # with a mask tensor it keeps the NaN of a query row
+            mask = q.new_zeros((1, k.size(2)))
         out, lse = kernel(q, k, v, 0.0, flag, attn_mask=mask, scale=scale)
         if op.grad:
             out = differentiable_twice(op, out, q, k, v, t)
@@ -106,7 +107,7 @@ def _compile_cpu(op: AttentionOp) -> Run:
         return masked
 
     def unmasked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-        if k.shape[2] < _WIDEST_VECTOR:
+        if k.size(2) < _WIDEST_VECTOR:
             return masked(q, k, v, t)
         out = kernel(q, k, v, 0.0, causal, scale=scale)[0]
         return differentiable_twice(op, out, q, k, v, t) if op.grad else out

@@ -40,10 +40,11 @@ class SdpaMath(Backend):
     def compile(self, op: AttentionOp) -> Executable:
         scale, gqa, dropout_p, causal = op.effective_scale, op.groups != 1, op.dropout_p, is_causal_only(op)
         flag = causal and not op.score
+        mask_of = additive_mask(op)
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
             # the operator adds whatever mask it gets: the wrapper's conversion of a boolean one is ours to make
-            mask = None if flag else additive_mask(op, q, k, t)
+            mask = None if flag else mask_of(q, k, t)
             mask = mask if mask is None else mask.to(q.dtype)
             return torch._scaled_dot_product_attention_math(
                 q, k, v, mask, dropout_p, flag, None, scale=scale, enable_gqa=gqa

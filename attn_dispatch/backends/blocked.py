@@ -176,8 +176,9 @@ def _scores(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, bias: torch.Tenso
 
 
 def _fits_product(bias: torch.Tensor, q: torch.Tensor) -> bool:
-    """Whether a bias can be what a product is added to, without writing it out for each sequence."""
-    return bias.ndim == 4 and bias.dtype == q.dtype and q.shape[0] in (1, bias.shape[0])
+    """Whether a bias can be what a product is added to, without writing it out for each sequence and head."""
+    sizes, (b, hq) = tuple(bias.shape), q.shape[:2]
+    return len(sizes) == 4 and bias.dtype == q.dtype and (b == 1 or sizes[:2] == (b, hq))
 
 
 def _weighted(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -137,10 +137,10 @@ class ApplySinks(Rewrite):
 
         def adapt(run: Run) -> Run:
             def outer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-                raw = run(q, k, v, {n: x for n, x in t.items() if n != name})
-                sink = t[name].to(raw.lse.dtype).view(1, -1, 1)
-                out = (raw.out * torch.sigmoid(raw.lse - sink)[..., None]).to(q.dtype)
-                return Raw(out, torch.logaddexp(raw.lse, sink)) if op.outputs.lse else out
+                out, lse, *_ = run(q, k, v, {n: x for n, x in t.items() if n != name} if len(t) > 1 else {})
+                sink = t[name].to(lse.dtype).view(1, -1, 1)
+                out = out.mul_(torch.sigmoid(lse - sink).unsqueeze(-1))  # the kernel's own tensor, without a graph
+                return Raw(out, torch.logaddexp(lse, sink)) if op.outputs.lse else out
 
             return outer
 

@@ -109,7 +109,8 @@ class TrimLengths(Rewrite):
             return lambda q, k, v, t: _run_trimmed(op, lengths, run, q, k, v, t)
 
         copies = 2.0 * op.query.itemsize * op.B * op.Hq * op.Sq * op.Dv
-        return Rewritten(inner, adapt, float(op.B), Cost(0.0, copies, 3.0 * op.B), cuts_excluded=True)
+        calls = (5.0 if lengths.columns else 4.0) * op.B  # a slice of each tensor, the placing, the looking for gaps
+        return Rewritten(inner, adapt, float(op.B), Cost(0.0, copies, calls), cuts_excluded=True)
 
 
 def _expected(length: int) -> int:
@@ -163,25 +164,30 @@ def _run_trimmed(
     batches = _batches(_spans(lengths, b, sq, k.shape[2], t), k[:1].nbytes)
     whole = all(span.rows == (0, sq) and not span.empty for span, _ in batches)
 
-    def padded(fill: float, dtype: torch.dtype, *last: int) -> torch.Tensor:
-        # heads beside each other, as the fused kernels return them, so that placing a part is a straight copy
-        empty = torch.empty((b, sq, h, *last), dtype=dtype, device=q.device).transpose(1, 2)
+    def padded(like: torch.Tensor | None, fill: float, dtype: torch.dtype, *last: int) -> torch.Tensor:
+        # laid out as the first part, so that placing one is a straight copy: fused kernels put heads beside each other
+        outer = like is None or (like.ndim == 4 and like.stride(1) > like.stride(2))
+        sizes = (b, h, sq, *last) if outer else (b, sq, h, *last)
+        empty = torch.empty(sizes, dtype=dtype, device=q.device)
+        empty = empty if outer else empty.transpose(1, 2)
         return empty if whole else empty.fill_(fill)
 
-    lse = padded(-math.inf, acc) if op.outputs.lse else None
-    out = None if op.grad else padded(0.0, q.dtype, v.shape[3])
+    lse = padded(None, -math.inf, acc) if op.outputs.lse else None
+    out: torch.Tensor | None = None
     kept: list[tuple[list[int], _Span, torch.Tensor | None]] = []
     for rows, span, part in _pieces(op, lengths, inner, batches, q, k, v, t):
-        if out is not None:  # placed before the next is computed, which then reuses its memory
-            _place(out, rows, span, part.out)
-        else:
+        if op.grad:
             kept.append((rows, span, part.out))
+        else:  # placed before the next is computed, which then reuses its memory
+            out = padded(part.out, 0.0, q.dtype, v.shape[3]) if out is None else out
+            _place(out, rows, span, part.out)
         if lse is not None:
             _place(lse, rows, span, part.lse)
-    if out is None:
+    if op.grad:
         out = _join(kept, q, (b, h, sq, v.shape[3]))
         if all(part is None for _, _, part in kept):  # gradients are 0, not missing
             out = out + sum(x[..., :0].sum() for x in (k, v, *(t[name] for name in op.grad if name in t)))
+    out = padded(None, 0.0, q.dtype, v.shape[3]) if out is None else out  # a batch of none
     return out if lse is None else Raw(out, lse)
 
 

@@ -1,8 +1,8 @@
 """`attention`, `plan`, `explain`: the public calls, and the path from one to a kernel. Read this first.
 
-One call, top to bottom: `attention` looks for a route (options, then tensors) and runs it. Without one it collects the
-tensors, `frontend.describe` s the call as an op, `passes.canonicalise` s it, `selection.decide` s among all candidates,
-compiles the winner into a `Plan`, keeps a route to it and runs it.
+One call, top to bottom: `attention` collects the tensors, looks for a route (options, then tensors) and runs it.
+Without one, it `frontend.describe` s the call as an op, `passes.canonicalise` s it, `selection.decide` s among all
+candidates, compiles the winner into a `Plan`, keeps a route to it and runs it.
 """
 
 from __future__ import annotations
@@ -138,38 +138,28 @@ def attention(
             is_causal, dropout_p, scale, enable_gqa, window, softcap, q_offset, layout, return_lse, return_weights,
             backend, _context(), _deterministic(), forward_ad._current_level,
         )  # fmt: skip
-        try:
-            for route in _table.get(options, ()):
-                if route.check(query, key, value):
-                    if route.runs is None:
-                        return route.run(query, key, value, _NO_OPERANDS)
-                    length = key.size(2)  # left open by the guard: one run per bucket
-                    run = route.runs.get((length - 1).bit_length())
-                    if run is not None and value.size(2) == length:
-                        return run(query, key, value, _NO_OPERANDS)
-        except TypeError:  # an unhashable or non-tensor argument: the slow path knows what to say about it
-            options = ()
-    else:  # the same with more tensors
+    else:
         if isinstance(attn_mask, _Tensor):
-            attn_mask, q_offset, _ = _recognised(attn_mask, query, value, window, is_causal, q_offset)
+            placed = window is not None or is_causal or q_offset is not None
+            attn_mask, q_offset, _ = _recognised(attn_mask, query, value, placed, q_offset, bias, variant, layout)
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
         options = (
             mask.text if isinstance(mask, Mask) else mask, tuple(named), is_causal, dropout_p, scale, enable_gqa,
             window, softcap, None if "q_offset" in named else q_offset, variant_key(variant), layout, return_lse,
             return_weights, backend, _context(), _deterministic(), forward_ad._current_level,
         )  # fmt: skip
-        try:
-            for route in _table.get(options, ()):
-                if route.check(query, key, value, *named.values()):
-                    operands = route.operands(named) if route.operands else _NO_OPERANDS
-                    if route.runs is None:
-                        return route.run(query, key, value, operands)
-                    length = key.size(2)
-                    run = route.runs.get((length - 1).bit_length())
-                    if run is not None and value.size(2) == length:
-                        return run(query, key, value, operands)
-        except TypeError:
-            options = ()
+    try:
+        for route in _table.get(options, ()):
+            if route.check(query, key, value, *named.values()):
+                operands = route.operands(named) if named else _NO_OPERANDS
+                if route.runs is None:
+                    return route.run(query, key, value, operands)
+                length = key.size(2)  # left open by the guard: one run per bucket
+                run = route.runs.get((length - 1).bit_length())
+                if run is not None and value.size(2) == length:
+                    return run(query, key, value, operands)
+    except TypeError:  # an unhashable or non-tensor argument: the slow path knows what to say about it
+        options = ()
     return _slow(
         options, named, mask, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap,
         bias, sinks, query_lengths, key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,
@@ -275,7 +265,8 @@ class _Call:
         if return_state or state is not None:
             variant = stateful(variant, state, return_state)
         if isinstance(attn_mask, torch.Tensor):
-            attn_mask, q_offset, note = _recognised(attn_mask, query, value, window, is_causal, q_offset)
+            placed = window is not None or is_causal or q_offset is not None
+            attn_mask, q_offset, note = _recognised(attn_mask, query, value, placed, q_offset, bias, variant, layout)
             notes += [note] if note else []
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
         return cls.sorted(
@@ -339,8 +330,8 @@ def _slow(
             return varlen.attend_nested(query, key, value, rest)
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return tracing.exported(query, key, value, *rest)
-        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
-            return _under_autocast(query, key, value, *rest)
+        if _casts(query):
+            return _under_autocast(query, key, value, rest)
     call = _Call.sorted(
         (query, key, value), named, mask, [], dropout_p, is_causal, scale, enable_gqa, window, softcap, q_offset,
         variant, layout, return_lse, return_weights, backend,
@@ -360,22 +351,30 @@ def _key_is_whole() -> bool:
 
 
 def _recognised(
-    attn_mask: torch.Tensor, query: Any, value: Any, window: Any, is_causal: Any, q_offset: Any
+    attn_mask: torch.Tensor, query: Any, value: Any, placed: bool, q_offset: Any, bias: Any, variant: Any, layout: Any
 ) -> tuple[torch.Tensor | Mask, Any, str]:
-    """A mask tensor as the pattern that it holds, the offset at which it holds it, and a note; as given without one."""
-    if not _worth_recognising(attn_mask, query, value) or window is not None or is_causal or q_offset is not None:
+    """A mask tensor as the pattern that it holds, the offset at which it holds it, and a note; as given without one.
+
+    Args:
+        placed: whether the call has positions of its own, which a pattern's might contradict.
+    """
+    if placed or not _worth_recognising(attn_mask, query, value, layout):
         return attn_mask, q_offset, ""
     found, offset = recognise(attn_mask)
     if found.feature == "mask:Dense":
         return attn_mask, q_offset, ""
+    if not found.positional:
+        return found, q_offset, f"attn_mask recognised as {found}"
+    counts = variant is not _SOFTMAX or (
+        isinstance(bias, torch.Tensor) and bias.ndim == 1
+    )  # ALiBi and decay, from the end
+    _, _, sq, skv = _sizes(query, value, layout)
+    if counts and offset != skv - sq:
+        return attn_mask, q_offset, ""
     return found, offset, f"attn_mask recognised as {found} at q_offset {offset}"
 
 
-def _under_autocast(
-    query: Any, key: Any, value: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, enable_gqa: Any,
-    window: Any, softcap: Any, bias: Any, sinks: Any, query_lengths: Any, key_lengths: Any, q_offset: Any,
-    variant: Any, layout: Any, return_lse: Any, return_weights: Any, backend: Any,
-) -> Any:  # fmt: skip
+def _under_autocast(query: Any, key: Any, value: Any, rest: tuple[Any, ...]) -> Any:
     """As torch's SDPA under autocast: query, key and value in the autocast dtype, and no autocast inside."""
     device = query.device.type
     dtype = torch.get_autocast_dtype(device)
@@ -385,29 +384,40 @@ def _under_autocast(
         return x.to(dtype) if eligible else x
 
     with torch.autocast(device, enabled=False):
-        return attention(
-            cast(query), cast(key), cast(value), attn_mask, dropout_p, is_causal, scale, enable_gqa, window=window,
-            softcap=softcap, bias=bias, sinks=sinks, query_lengths=query_lengths, key_lengths=key_lengths,
-            q_offset=q_offset, variant=variant, layout=layout, return_lse=return_lse, return_weights=return_weights,
-            backend=backend,
-        )  # fmt: skip
+        return attention(cast(query), cast(key), cast(value), **dict(zip(varlen.ARGUMENTS, rest, strict=True)))
 
 
-def _worth_recognising(mask: torch.Tensor, query: Any, value: Any) -> bool:
-    """Recognition reads the mask once; that must be little beside the attention it saves."""
-    if mask.dtype is not torch.bool or type(mask) is not torch.Tensor or not isinstance(query, torch.Tensor):
+def _worth_recognising(mask: torch.Tensor, query: Any, value: Any, layout: Any) -> bool:
+    """Recognition reads the mask once; that must be possible, and little beside the attention it saves."""
+    if mask.dtype is not torch.bool or not type(mask) is type(query) is type(value) is torch.Tensor:
         return False
-    if mask.ndim < 2 or query.ndim != 4 or query.is_nested:
+    if not 2 <= mask.ndim <= 4 or query.is_nested or not query.ndim == value.ndim == 4:
         return False
+    b, hq, sq, skv = _sizes(query, value, layout)
     of_keys = mask.size(-2) == 1
-    if of_keys and not (query.size(2) >= 64 and mask.size(0) == query.size(0) > 1):
+    if of_keys and not (sq >= 64 and mask.size(0) == b > 1):
         return False  # asked first: a padded decode step comes here at every layer
-    if mask.device.type != "cpu" or not isinstance(value, torch.Tensor) or tracing.is_transformed(query, mask):
+    if mask.device.type != "cpu" or tracing.is_transformed(query, mask) or _casts(query):
         return False
+    lead = {2: (), 3: (1,), 4: (b, hq)}[mask.ndim]  # of rank 3 the first size may mean batch or heads
+    fits = mask.size(-1) == skv and mask.size(-2) in (1, sq)
+    fits = fits and all(m in (1, w) for m, w in zip(mask.shape[:-2], lead, strict=True))
+    if not fits:
+        return False  # wrong, or to be broadcast: what describes the call sees to either
     if of_keys:
         return True  # padding: lengths can be trimmed
-    work = query.shape[0] * query.shape[1] * (query.shape[3] + value.shape[3])  # multiply-adds per pair
-    return mask.shape[-1] * mask.shape[-2] >= 1 << 16 and work >= 256
+    return sq * skv >= 1 << 16 and b * hq * (query.shape[3] + value.shape[3]) >= 256  # multiply-adds per pair
+
+
+def _sizes(query: torch.Tensor, value: torch.Tensor, layout: Any) -> tuple[int, int, int, int]:
+    """B, Hq, Sq, Skv of a 4-D call."""
+    heads, rows = (2, 1) if layout == "bshd" else (1, 2)
+    return query.size(0), query.size(heads), query.size(rows), value.size(rows)
+
+
+def _casts(query: torch.Tensor) -> bool:
+    """Whether autocast will change this call's dtype, and call `attention` again."""
+    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type)
 
 
 def capture(model: torch.nn.Module | None = None) -> Any:

@@ -21,7 +21,7 @@ from attn_dispatch.variants import Stateful
 __all__ = ["attend_nested", "cumulative_lengths", "varlen_attention"]
 
 # what `dispatch.attention` takes after query, key and value, in its order
-_ARGUMENTS = (
+ARGUMENTS = (
     *("attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa", "window", "softcap", "bias", "sinks"),
     *("query_lengths", "key_lengths", "q_offset", "variant", "layout", "return_lse", "return_weights", "backend"),
 )
@@ -196,7 +196,7 @@ def attend_nested(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r
     Raises:
         InputError, InputTypeError: not all three nested and jagged, another dimension ragged, or batches that differ.
     """
-    options = dict(zip(_ARGUMENTS, rest, strict=True))
+    options = dict(zip(ARGUMENTS, rest, strict=True))
     layout = options.pop("layout")
     asked = "   ".join(f"{n} {_nested_kind(x)}" for n, x in (("q", query), ("k", key), ("v", value)))
     ragged = 1 if layout == "bshd" else 2

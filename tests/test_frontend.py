@@ -12,6 +12,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from attn_dispatch import InputError, InputTypeError, UnknownBackendError, dispatch, masks, variants
+from attn_dispatch.ir.recognise import recognise
+from attn_dispatch.ir.scores import alibi_slopes
 
 B, HQ, HKV, SQ, SKV, D = 2, 4, 2, 5, 7, 8
 
@@ -333,6 +335,61 @@ def test_bshd_is_the_same_attention_transposed(options):
 def test_batches_broadcast_as_in_torch(shapes):
     q, k = (torch.randn(*shape) for shape in shapes)
     torch.testing.assert_close(dispatch.attention(q, k, k), F.scaled_dot_product_attention(q, k, k))
+
+
+# --- a mask tensor that is recognised as a pattern is the same call ---------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [torch.ones, lambda *size: torch.ones(*size).tril()], ids=["full", "causal"])
+@pytest.mark.parametrize("lead", [(), (1,), (2,), (1, 1), (5, 1), (1, 3)], ids=str)
+@pytest.mark.parametrize("sizes", [(512, 512), (300, 512), (512, 300)], ids=str)
+def test_a_pattern_of_another_size_is_refused_as_any_mask_is(make, lead, sizes):
+    x = torch.randn(2, 2, 300, 8)
+    mask = make(*sizes).bool().expand(*lead, *sizes)
+    with pytest.raises(InputError, match=r"does not broadcast|ambiguous"):
+        dispatch.attention(x, x, x, mask)
+
+
+@pytest.mark.parametrize("pattern", ["full", "causal from key 0", "causal from the end"])
+def test_a_pattern_leaves_the_distances_of_alibi_as_they_are(pattern):
+    q, k, slopes = torch.randn(1, 8, 256, 16), torch.randn(1, 8, 512, 16), alibi_slopes(8)
+    mask = torch.ones(256, 512, dtype=torch.bool)
+    mask = mask if pattern == "full" else mask.tril(0 if pattern == "causal from key 0" else 256)
+    bias = -slopes[:, None, None] * (torch.arange(256)[:, None] + 256 - torch.arange(512)).abs()
+    want = F.scaled_dot_product_attention(q, k, k, attn_mask=torch.where(mask, bias, -math.inf)[None])
+    torch.testing.assert_close(dispatch.attention(q, k, k, mask, bias=slopes), want, atol=1e-5, rtol=1e-4)
+
+
+def test_a_pattern_beside_a_value_of_another_rank_is_named():
+    x, mask = torch.randn(2, 2, 256, 8), torch.ones(256, 256, dtype=torch.bool)
+    with pytest.raises(InputError, match="same number of dimensions"):
+        dispatch.attention(x, x, x[0], mask)
+
+
+def test_a_constant_pattern_is_not_read_while_a_model_is_exported():
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mask = torch.ones(512, 512).tril().bool()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return dispatch.attention(x, x, x, self.mask)
+
+    model, x = Model(), torch.randn(1, 8, 512, 16)
+    exported = torch.export.export(model, (x,), strict=False).module()
+    torch.testing.assert_close(exported(x), model(x))
+
+
+def test_a_pattern_under_autocast_is_recognised_once(monkeypatch):
+    x, mask = torch.randn(1, 8, 512, 16), torch.ones(512, 512).tril().bool()
+    seen = []
+    monkeypatch.setattr(dispatch, "recognise", lambda given: seen.append(given) or recognise(given))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got = dispatch.attention(x, x, x, mask)
+        want = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+    assert len(seen) == 1
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
 
 
 # --- torch's SDPA is the oracle --------------------------------------------------------------------------------------

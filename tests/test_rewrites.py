@@ -340,6 +340,21 @@ def test_trim_lengths_rule_5_runs_equal_lengths_as_one_batch():
     assert sorted(tensors[0].shape[0] for tensors, _ in call.inner) == [1, 3]
 
 
+def test_trim_lengths_rule_5_gathers_only_small_sequences_that_stand_apart(monkeypatch):
+    monkeypatch.setattr(trim_lengths, "_GATHERED_BYTES", 0)
+    call = Call(b=5, key_lengths=torch.tensor([5, 2, 5, 5, 2]))
+    close(call.run(TrimLengths()), call.want().out)
+    assert [tensors[0].shape[0] for tensors, _ in call.inner] == [1, 1, 2, 1]
+
+
+def test_trim_lengths_copies_a_bias_that_all_sequences_share_once():
+    call = Call(b=3, key_lengths=torch.tensor([5, 2, 8]), bias=torch.randn(8, 8, 2).permute(2, 0, 1)[None])
+    close(call.run(TrimLengths()), call.want().out)
+    seen = [operands["bias"] for _, operands in call.inner]
+    assert {x.stride(-1) for x in seen} == {1}
+    assert len({x.untyped_storage().data_ptr() for x in seen}) == 1
+
+
 def test_trim_lengths_rule_6_is_not_for_a_gpu_nor_for_tensors_without_values():
     op = Call(b=2, key_lengths=torch.tensor([3, 8])).op
     on_gpu = op.with_(query=TensorDesc(op.query.shape, "float32", "cuda"))

@@ -136,7 +136,7 @@ def _weights(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, bias: torch.Tens
     if maybe_empty and q.device.type != "cpu":
         return reference.weigh_softmax(op, _scores(op, q, k, bias, t), None, t)[0]
     scores = _scores(op, q, k, bias, t)
-    weights = torch.softmax(scores, -1, out=None if op.grad else scores)
+    weights = torch.softmax(scores, -1, out=None if scores.requires_grad else scores)
     if not maybe_empty or reference.finite(weights[..., 0]):
         return weights
     return reference.weigh_softmax(op, _scores(op, q, k, bias, t), None, t)[0]
@@ -148,7 +148,7 @@ def _scores(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, bias: torch.Tenso
     Where no graph is kept, scale and first bias are part of the matrix product, and the rest is done in place: a pass
     over the scores costs about a tenth of the product.
     """
-    if op.grad:
+    if op.grad or op.effective_scale == 0 or _keeps_graph(q, k, *t.values()):  # times 0, a product is not read: no NaN
         scores = reference.grouped_matmul(q * op.effective_scale, k.transpose(-1, -2))
         scores = reference.apply_terms(op, scores, t)
         return scores if bias is None else scores + bias
@@ -159,11 +159,12 @@ def _scores(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, bias: torch.Tenso
     steps: list[float | torch.Tensor] = [x.cap if isinstance(x, SoftCap) else t[x.bias.name] for x in op.score]  # type: ignore[attr-defined]
     steps += [] if bias is None else [bias]
     scale, first = op.effective_scale, steps[0] if steps else None
-    if isinstance(first, torch.Tensor) and _fits_product(first, q):
+    capped = first is not None and not isinstance(first, torch.Tensor)
+    if isinstance(first, torch.Tensor) and _fits_product(first, q, hkv):
         added = first.expand(b, hq, sq, skv).reshape(b * hkv, -1, skv)
         product, steps = torch.baddbmm(added, rows, keys, alpha=scale), steps[1:]
     else:
-        scale = scale / first if isinstance(first, float) else scale
+        scale = scale / float(first) if capped else scale  # type: ignore[arg-type]
         product = q.new_empty((b * hkv, rows.shape[1], skv))
         product.baddbmm_(rows, keys, beta=0, alpha=scale)  # beta 0: what was there is not read
     scores = product.view(b, hq, sq, skv)
@@ -171,14 +172,20 @@ def _scores(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, bias: torch.Tenso
         if isinstance(step, torch.Tensor):
             scores = scores.add_(step)
         else:  # the first one's division is part of the scale
-            scores = (scores if i == 0 and step is first else scores.div_(step)).tanh_().mul_(step)
+            scores = (scores if i == 0 and capped else scores.div_(step)).tanh_().mul_(step)
     return scores
 
 
-def _fits_product(bias: torch.Tensor, q: torch.Tensor) -> bool:
+def _keeps_graph(*tensors: torch.Tensor) -> bool:
+    """Whether gradients are wanted after all: of a plan that was made for tensors without them."""
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+
+
+def _fits_product(bias: torch.Tensor, q: torch.Tensor, hkv: int) -> bool:
     """Whether a bias can be what a product is added to, without writing it out for each sequence and head."""
     sizes, (b, hq) = tuple(bias.shape), q.shape[:2]
-    return len(sizes) == 4 and bias.dtype == q.dtype and (b == 1 or sizes[:2] == (b, hq))
+    per_head = sizes[1:2] == (hq,)
+    return len(sizes) == 4 and bias.dtype == q.dtype and (per_head or (b == 1 and hq == hkv)) and sizes[0] == b
 
 
 def _weighted(weights: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

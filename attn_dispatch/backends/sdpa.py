@@ -84,7 +84,7 @@ def _columns(kept: torch.Tensor) -> torch.Tensor:
 
 
 def additive_mask(op: AttentionOp) -> MakeMask:
-    """All masks and biases of the op as one float tensor in q's dtype (fp32 biases stay fp32 for half precision).
+    """All masks and biases of the op as one float tensor in the op's dtype (fp32 biases stay fp32 for half precision).
 
     Returns:
         ``(q, k, operands) -> mask``, which gives None when the op has neither.

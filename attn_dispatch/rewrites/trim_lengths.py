@@ -27,7 +27,7 @@ from attn_dispatch.ir.atoms import Causal, Columns, Full, KeyLengths, QueryLengt
 from attn_dispatch.ir.masks import And, Mask
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Alibi, Bias
-from attn_dispatch.ir.tensors import Ref
+from attn_dispatch.ir.tensors import Ref, stride_class
 from attn_dispatch.ir.weights import Softmax
 from attn_dispatch.passes.drop_noops import used_names
 from attn_dispatch.rewrites.base import Rewrite, Rewritten, not_useful
@@ -198,7 +198,8 @@ def _pieces(
     """What each batch of sequences gives, in turn: ``(rows, span, Raw)``, with ``Raw(None)`` where it is empty."""
     biases = {term.bias.name for term in op.score if isinstance(term, Bias)}
     if len(q) > 1:  # a bias that all sequences share is put in order once, not by the kernel for each of them
-        t = {name: x.contiguous() if name in biases and x.shape[0] == 1 else x for name, x in t.items()}
+        shared = {name for name in biases if t[name].shape[0] == 1 and stride_class(t[name]) == "scattered"}
+        t = {name: x.contiguous() if name in shared else x for name, x in t.items()}
     for span, rows in batches:
         if span.empty:
             yield rows, span, Raw(None)  # type: ignore[arg-type]

@@ -243,7 +243,7 @@ class AttentionOp:
     def bucketed(self) -> AttentionOp:
         """The op at the top of its bucket: exact in everything but batch, lengths, and what its tensors are called.
 
-        A padding mask is the same op whether it came as ``attn_mask``, as ``key_lengths`` or inside a `Mask`.
+        Columns are the same op whether they came as ``attn_mask`` or inside a `Mask`.
         """
         return _named_by_role(self)._at_bucket()
 
@@ -355,7 +355,8 @@ def _named_by_role(op: AttentionOp) -> AttentionOp:
     if all(old == new for old, new in names.items()):
         return op
     others = {name for name, _ in op.operands if name not in names}
-    if others & set(names.values()):  # a stranger's op with names of its own: it keeps them
+    elsewhere = {ref.name for ref in (op.q_offset, *op.weight.refs()) if isinstance(ref, Ref)}
+    if others & set(names.values()) or elsewhere & set(names):  # a stranger's op with names of its own: it keeps them
         return op
 
     def renamed(_where: str, operand: Any) -> Any:

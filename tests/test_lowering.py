@@ -802,3 +802,32 @@ def test_layers_of_one_kind_share_one_function_in_a_file(tmp_path):
     want = Sparse()(*inputs)
     torch.testing.assert_close(torch.from_numpy(made[0]), want[0], atol=1e-5, rtol=1e-5)
     assert torch.equal(torch.from_numpy(made[1]), want[1])
+
+
+def test_lengths_beside_a_bias_are_numbers_of_the_node_where_the_runtime_knows_both():
+    x = TensorDesc((2, 2, 4, 8), "float32")
+    operands = (("lengths", TensorDesc((2,), "int64")), ("bias", TensorDesc((1, 2, 4, 4), "float32")))
+    op = AttentionOp(x, x, x, mask=atoms.KeyLengths(Ref("lengths")), score=(Bias(Ref("bias")),), operands=operands)
+
+    def wheres(**changes) -> int:
+        model = build_model(op, Target("standard", 24, **changes))
+        return [node.op_type for node in model.graph].count("Where")
+
+    known, less = SPECIFIED, SPECIFIED - {"lengths_and_mask"}
+    assert [wheres(proven=words, hides=hides) for words in (known, less) for hides in (False, True)] == [0, 2, 1, 3]
+
+
+@pytest.mark.parametrize("padding", ["lengths", "columns"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_the_backend_leaves_nan_in_padding_to_the_dispatcher(padding, biased):
+    q, k, v = (torch.randn(2, 2, 5, 8) for _ in range(3))
+    lengths = torch.tensor([3, 5])
+    columns = {"attn_mask": (torch.arange(5) < lengths[:, None])[:, None, None]}
+    options = {"key_lengths": lengths} if padding == "lengths" else columns
+    options |= {"bias": torch.randn(1, 2, 5, 5)} if biased else {}
+    op = dispatch.explain(q, k, v, **options).op
+    assert not OnnxRuntime().target_for(op).hides
+    want = dispatch.attention(q, k, v, **options, backend="eager")
+    k[0, :, 3:] = v[0, :, 3:] = torch.nan
+    got = dispatch.attention(q, k, v, **options, backend="onnxruntime")
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

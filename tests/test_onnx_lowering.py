@@ -45,7 +45,7 @@ REFUSED_AT_RUN_TIME = {
 # How often the standard form needs a mask tensor, and says the rest with the node's own words, by opset.
 SHORT_WAYS = {
     23: {"mask": 62, "is_causal": 9, "nonpad_kv_seqlen": 0},
-    24: {"mask": 61, "is_causal": 10, "nonpad_kv_seqlen": 1},
+    24: {"mask": 61, "is_causal": 10, "nonpad_kv_seqlen": 14},
 }
 
 

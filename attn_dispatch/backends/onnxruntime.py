@@ -198,7 +198,8 @@ def form_for(op: AttentionOp) -> Any:
     from attn_dispatch.lowering.target import Target
 
     forms = ("contrib", "standard", "decomposed") if isinstance(op.weight, Linear) else ("standard", "decomposed")
-    targets = [Target(form, _OPSET, proven(op.device), str(runtime(op.device))) for form in forms]
+    # every caller of a backend sees to NaN in excluded keys itself (`plan._guard_excluded`)
+    targets = [Target(form, _OPSET, proven(op.device), str(runtime(op.device)), hides=False) for form in forms]
     for target in targets:
         if not reasons_against(op, target):
             return target

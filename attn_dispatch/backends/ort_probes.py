@@ -18,9 +18,9 @@ from attn_dispatch import reference
 from attn_dispatch.backend import Operands
 from attn_dispatch.backends.ort_sessions import Runtime, bind, make_session, runtime
 from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths
-from attn_dispatch.ir.masks import Mask
+from attn_dispatch.ir.masks import And, Mask
 from attn_dispatch.ir.ops import END, AttentionOp, Outputs
-from attn_dispatch.ir.scores import ScoreTerm, SoftCap
+from attn_dispatch.ir.scores import Bias, ScoreTerm, SoftCap
 from attn_dispatch.ir.tensors import Ref, TensorDesc
 from attn_dispatch.ir.weights import Linear, Softmax, Weight
 from attn_dispatch.lowering.target import PROVABLE, Target
@@ -160,6 +160,17 @@ def _some_rows(
     return _probe(Dense(Ref("kept")), dtype=dtype, score=score, outputs=outputs, times=times, operands=operands)
 
 
+def _lengths_and(bias: Bias | None) -> _Probe:
+    """Lengths, one of them 0, beside a bias per head with -inf in it, or beside a boolean mask."""
+    lengths = {"lengths": torch.tensor([4, 0])}
+    added = torch.sin(torch.arange(2 * 3 * 5) * 1.3).view(1, 2, 3, 5) * 3
+    kept = added > -2
+    if bias is None:
+        return _probe(And.of(KeyLengths(Ref("lengths")), Dense(Ref("kept"))), operands=lengths | {"kept": kept})
+    masked = torch.where(kept, added, -math.inf)
+    return _probe(KeyLengths(Ref("lengths")), score=(bias,), operands=lengths | {"bias": masked})
+
+
 def _recurrences(form: str, opset: int) -> tuple[_Probe, ...]:
     """Both rules of the linear family, each with a state in and out: a decay per head (0 among them), grouped heads."""
     state = torch.cos(torch.arange(2 * 2 * 8 * 8) * 0.3).view(2, 2, 8, 8)
@@ -177,6 +188,7 @@ _PROBES: dict[str, Callable[[], _Probe | tuple[_Probe, ...]]] = {
     "causal_start": lambda: _probe(Causal()),
     "causal_end": lambda: _probe(Causal(), END),
     "lengths": lambda: _probe(KeyLengths(Ref("lengths")), operands={"lengths": torch.tensor([5, 2])}),
+    "lengths_and_mask": lambda: (_lengths_and(Bias(Ref("bias"))), _lengths_and(None)),
     "empty_rows": _some_rows,
     "softcap": lambda: _some_rows(score=(SoftCap(0.5),)),
     "gqa": lambda: _probe(heads=(4, 2)),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from attn_dispatch.ir.atoms import Full
+from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.scores import Alibi, Bias, SoftCap
 from attn_dispatch.ir.weights import Softmax
@@ -70,7 +71,11 @@ class Call:
     @cached_property
     def allowed(self) -> Value | None:
         """The mask, bool, broadcastable to ``[B, Hq, Sq, Skv]``; None when every pair attends."""
-        return None if isinstance(self.op.mask, Full) else allowed(self.op.mask, self.grid)
+        return None if isinstance(self.op.mask, Full) else self.allowed_by(self.op.mask)
+
+    def allowed_by(self, mask: Mask) -> Value:
+        """The pairs of a mask at this call's positions."""
+        return allowed(mask, self.grid)
 
     @property
     def softcap(self) -> float:
@@ -106,7 +111,7 @@ class Call:
         """Query, key and value in a dtype; a key that no query may attend is 0, so that no NaN in it shows."""
         n, columns = self.nodes, key_columns(self.op)
         q, k, v = (n.cast(x, self.op.dtype, dtype) for x in (self.query, self.key, self.value))
-        if columns is None:
+        if columns is None or not self.target.hides:
             return q, k, v
         keep = n("Transpose", self._four(allowed(columns, self.grid)), perm=[0, 1, 3, 2])
         zero = n.const(0, dtype)

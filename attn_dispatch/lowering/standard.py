@@ -7,6 +7,7 @@ from typing import Any
 
 from attn_dispatch.capability import Reason
 from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths
+from attn_dispatch.ir.masks import And, Mask
 from attn_dispatch.ir.ops import END, AttentionOp
 from attn_dispatch.ir.scores import Bias
 from attn_dispatch.lowering.nodes import Value
@@ -84,28 +85,43 @@ def _biased(op: AttentionOp) -> bool:
 def _masked(call: Call, dtype: str) -> tuple[int | None, Value | None, Value | None]:
     """``is_causal``, ``nonpad_kv_seqlen`` and ``attn_mask``: the least that says what the op says."""
     op, n, proven = call.op, call.nodes, call.target.proven
-    with_lengths = call.target.opset >= _WITH_LENGTHS and not _biased(op)
+    has_lengths = call.target.opset >= _WITH_LENGTHS
     if isinstance(op.mask, Full) and not _biased(op):
         return None, None, None
     if _is_causal_at_start(op) and "causal_start" in proven:
         return 1, None, None
-    if with_lengths and isinstance(op.mask, Causal) and op.q_offset == END and "causal_end" in proven:
+    if has_lengths and _is_causal_to_the_end(op) and "causal_end" in proven:
         return 1, n("Expand", call.skv, call.batch), None
-    if with_lengths and isinstance(op.mask, KeyLengths) and "lengths" in proven:
-        lengths = n("Expand", call.grid.of_type(op.mask.lengths, "int64")[0], call.batch)
-        return None, lengths, None
-    return None, None, _whole(call, _mask_tensor(call, dtype))
+    lengths, rest = _apart(op.mask) if has_lengths else (None, op.mask)
+    joined = _biased(op) or not isinstance(rest, Full)
+    if lengths is None or ("lengths_and_mask" if joined else "lengths") not in proven:
+        return None, None, _whole(call, _mask_tensor(call, op.mask, dtype))
+    counts = n("Expand", call.grid.of_type(lengths.lengths, "int64")[0], call.batch)
+    return None, counts, _whole(call, _mask_tensor(call, rest, dtype)) if joined else None
 
 
-def _mask_tensor(call: Call, dtype: str) -> Value:
-    """The mask, bool, or all biases with -inf where the mask is not, in a dtype."""
+def _is_causal_to_the_end(op: AttentionOp) -> bool:
+    return isinstance(op.mask, Causal) and op.q_offset == END and not _biased(op)
+
+
+def _apart(mask: Mask) -> tuple[KeyLengths | None, Mask]:
+    """The key lengths of a conjunction and what else it says: a node takes them as numbers."""
+    parts = list(mask.args) if isinstance(mask, And) else [mask]
+    lengths = next((part for part in parts if isinstance(part, KeyLengths)), None)
+    rest = [part for part in parts if part is not lengths]
+    return lengths, And.of(*rest) if rest else Full()
+
+
+def _mask_tensor(call: Call, mask: Mask, dtype: str) -> Value:
+    """A mask, bool, or all biases with -inf where the mask is not, in a dtype."""
     n, bias = call.nodes, call.bias(dtype)
+    allowed = None if isinstance(mask, Full) else call.allowed_by(mask)
     if bias is None:
-        assert call.allowed is not None
-        return call.allowed
-    if call.allowed is None:
+        assert allowed is not None
+        return allowed
+    if allowed is None:
         return bias
-    result: Value = n("Where", call.allowed, bias, n.const(-math.inf, dtype))
+    result: Value = n("Where", allowed, bias, n.const(-math.inf, dtype))
     return result
 
 

@@ -14,6 +14,7 @@ PROVABLE = {
     "causal_start": "is_causal counts from the first key, whatever the lengths are",
     "causal_end": "is_causal with nonpad_kv_seqlen counts from the last key",
     "lengths": "nonpad_kv_seqlen hides the keys behind it",
+    "lengths_and_mask": "nonpad_kv_seqlen beside attn_mask, which may be added or boolean",
     "empty_rows": "a row that may attend nothing gives 0",
     "softcap": "the soft cap comes before the mask",
     "gqa": "query head h uses kv head h // (Hq / Hkv)",
@@ -39,12 +40,15 @@ class Target:
         opset: version of ai.onnx.
         proven: words of `PROVABLE` that hold on the runtime; what does not hold is lowered another way or refused.
         runtime: its name and version, for reasons.
+        hides: zero keys and values that no query may attend, so that no NaN in them shows. Whoever looks at the output
+            instead, as the dispatcher does on the CPU, saves two copies.
     """
 
     form: str = "standard"
     opset: int = 24
     proven: frozenset[str] = SPECIFIED
     runtime: str = "any runtime that follows the specification"
+    hides: bool = True
 
     def __str__(self) -> str:
         return f"{self.form} at opset {self.opset} for {self.runtime}"

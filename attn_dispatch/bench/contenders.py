@@ -6,6 +6,7 @@ A contender is a callable that is ready to be timed. What it returns may need pu
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +16,7 @@ import torch
 from attn_dispatch import dispatch
 from attn_dispatch.backend import Raw
 from attn_dispatch.bench.calls import call_of
-from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.ops import AttentionOp, Outputs
 from attn_dispatch.registry import Registry
 from attn_dispatch.selection.candidates import build
 from attn_dispatch.selection.decide import ranked
@@ -65,14 +66,15 @@ def ours(op: AttentionOp, sample: Sample) -> tuple[Contender, str, str]:
     call = call_of(op, sample)
     report = dispatch.explain(*call.args, **call.kwargs)
 
-    def forward() -> torch.Tensor:
-        result = dispatch.attention(*call.args, **call.kwargs)
-        return result if isinstance(result, torch.Tensor) else result[0]
+    forward = functools.partial(dispatch.attention, *call.args, **call.kwargs)  # nothing around the call itself
 
     def in_bhsd() -> torch.Tensor:
-        return forward().transpose(1, 2)
+        result = forward()
+        out = result if isinstance(result, torch.Tensor) else result[0]
+        return out.transpose(1, 2) if op.layout == "bshd" else out
 
-    made = Contender("ours", "ours", lambda: in_bhsd if op.layout == "bshd" else forward)
+    is_plain = op.layout == "bhsd" and op.outputs == Outputs()
+    made = Contender("ours", "ours", lambda: forward if is_plain else in_bhsd)
     return made, str(report.chosen), str(report.source)
 
 

@@ -26,7 +26,16 @@ from attn_dispatch.report import Report, make_report
 from attn_dispatch.routes import routes
 from attn_dispatch.select import select
 from attn_dispatch.selection.decide import Request
-from attn_dispatch.variants import LinearState, Softmax, Variant, stateful, variant_key
+from attn_dispatch.variants import (
+    LinearAttention,
+    LinearState,
+    Retention,
+    Softmax,
+    Stateful,
+    Variant,
+    stateful,
+    variant_key,
+)
 from attn_dispatch.varlen import varlen_attention
 
 __all__ = ["attention", "capture", "explain", "plan", "replace_sdpa", "select", "use", "varlen_attention"]
@@ -37,6 +46,7 @@ _table = routes.table  # the same dict for ever; a name of this module is one lo
 _context = context.active.get
 _deterministic = torch._C._get_deterministic_algorithms
 _Tensor = torch.Tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _tracing = torch.compiler.is_dynamo_compiling
 
 
@@ -139,7 +149,7 @@ def attention(
             backend, _context(), _deterministic(), forward_ad._current_level,
         )  # fmt: skip
     else:
-        if isinstance(attn_mask, _Tensor):
+        if isinstance(attn_mask, _Tensor) and not _casts(query):
             placed = window is not None or is_causal or q_offset is not None
             attn_mask, q_offset, _ = _recognised(attn_mask, query, value, placed, q_offset, bias, variant, layout)
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
@@ -358,18 +368,20 @@ def _recognised(
     Args:
         placed: whether the call has positions of its own, which a pattern's might contradict.
     """
+    inner = variant.inner if isinstance(variant, Stateful) else variant
+    linear = isinstance(inner, (LinearAttention, Retention))
     if placed or not _worth_recognising(attn_mask, query, value, layout):
+        return attn_mask, q_offset, ""
+    if linear and attn_mask.size(-2) == 1:  # lengths would be the state's too, where columns are left out alone
         return attn_mask, q_offset, ""
     found, offset = recognise(attn_mask)
     if found.feature == "mask:Dense":
         return attn_mask, q_offset, ""
     if not found.positional:
         return found, q_offset, f"attn_mask recognised as {found}"
-    counts = variant is not _SOFTMAX or (
-        isinstance(bias, torch.Tensor) and bias.ndim == 1
-    )  # ALiBi and decay, from the end
     _, _, sq, skv = _sizes(query, value, layout)
-    if counts and offset != skv - sq:
+    fades = isinstance(inner, Retention) or (isinstance(bias, torch.Tensor) and bias.ndim == 1)
+    if fades and offset != skv - sq:  # a decay and ALiBi count distances from the last key, if nothing else is said
         return attn_mask, q_offset, ""
     return found, offset, f"attn_mask recognised as {found} at q_offset {offset}"
 
@@ -389,7 +401,9 @@ def _under_autocast(query: Any, key: Any, value: Any, rest: tuple[Any, ...]) -> 
 
 def _worth_recognising(mask: torch.Tensor, query: Any, value: Any, layout: Any) -> bool:
     """Recognition reads the mask once; that must be possible, and little beside the attention it saves."""
-    if mask.dtype is not torch.bool or not type(mask) is type(query) is type(value) is torch.Tensor:
+    if mask.dtype is not torch.bool or type(mask) is not torch.Tensor:
+        return False
+    if type(query) not in _PLAIN or type(value) not in _PLAIN:  # none without values: a model that is exported
         return False
     if not 2 <= mask.ndim <= 4 or query.is_nested or not query.ndim == value.ndim == 4:
         return False
@@ -397,7 +411,7 @@ def _worth_recognising(mask: torch.Tensor, query: Any, value: Any, layout: Any) 
     of_keys = mask.size(-2) == 1
     if of_keys and not (sq >= 64 and mask.size(0) == b > 1):
         return False  # asked first: a padded decode step comes here at every layer
-    if mask.device.type != "cpu" or tracing.is_transformed(query, mask) or _casts(query):
+    if mask.device.type != "cpu" or tracing.is_transformed(query, mask):
         return False
     lead = {2: (), 3: (1,), 4: (b, hq)}[mask.ndim]  # of rank 3 the first size may mean batch or heads
     fits = mask.size(-1) == skv and mask.size(-2) in (1, sq)
@@ -415,9 +429,11 @@ def _sizes(query: torch.Tensor, value: torch.Tensor, layout: Any) -> tuple[int, 
     return query.size(0), query.size(heads), query.size(rows), value.size(rows)
 
 
-def _casts(query: torch.Tensor) -> bool:
+def _casts(query: Any) -> bool:
     """Whether autocast will change this call's dtype, and call `attention` again."""
-    return torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type)
+    if not torch._C._is_any_autocast_enabled() or not isinstance(query, torch.Tensor):
+        return False
+    return torch.is_autocast_enabled(query.device.type)
 
 
 def capture(model: torch.nn.Module | None = None) -> Any:

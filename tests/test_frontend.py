@@ -360,6 +360,32 @@ def test_a_pattern_leaves_the_distances_of_alibi_as_they_are(pattern):
     torch.testing.assert_close(dispatch.attention(q, k, k, mask, bias=slopes), want, atol=1e-5, rtol=1e-4)
 
 
+def test_a_row_of_columns_is_not_taken_for_lengths_where_a_state_would_be_cut_too():
+    x, decay = torch.randn(2, 2, 64, 8), variants.retention_decay(2)
+    kept = torch.arange(64) < torch.tensor([[64], [40]])
+    options = {"variant": variants.Retention(decay), "return_state": True}
+    got = dispatch.attention(x, x, x, kept[:, None, None], **options)
+    want = dispatch.attention(x, x, x, masks.columns(keep=kept), **options, backend="eager")
+    torch.testing.assert_close(got.out, want.out, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got.state.S, want.state.S, atol=1e-4, rtol=1e-4)
+    assert torch.equal(got.state.length, want.state.length)
+
+
+def test_a_causal_pattern_serves_linear_attention_with_a_state():
+    q, k = torch.randn(1, 16, 256, 8), torch.randn(1, 16, 512, 8)
+    options = {"variant": variants.LinearAttention("elu1"), "return_state": True}
+    got = dispatch.attention(q, k, k, torch.ones(256, 512).tril().bool(), **options)
+    want = dispatch.attention(q, k, k, masks.causal(), q_offset=0, **options, backend="eager")
+    torch.testing.assert_close(got.out, want.out, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got.state.S, want.state.S, atol=1e-3, rtol=1e-4)
+
+
+def test_explain_recognises_a_pattern_under_autocast_too():
+    x, mask = torch.randn(1, 8, 512, 16), torch.ones(512, 512).tril().bool()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert str(dispatch.explain(x, x, x, mask).op.mask) == "Causal"
+
+
 def test_a_pattern_beside_a_value_of_another_rank_is_named():
     x, mask = torch.randn(2, 2, 256, 8), torch.ones(256, 256, dtype=torch.bool)
     with pytest.raises(InputError, match="same number of dimensions"):

@@ -831,3 +831,29 @@ def test_the_backend_leaves_nan_in_padding_to_the_dispatcher(padding, biased):
     k[0, :, 3:] = v[0, :, 3:] = torch.nan
     got = dispatch.attention(q, k, v, **options, backend="onnxruntime")
     torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_nan_in_padded_values_does_not_reach_a_state():
+    q, k, v = (torch.randn(2, 2, 5, 8) for _ in range(3))
+    lengths = torch.tensor([3, 5])
+    options = {"is_causal": True, "key_lengths": lengths, "query_lengths": lengths, "return_state": True}
+    options["variant"] = variants.LinearAttention("elu1")
+    v[0, :, 3:] = torch.nan
+    got, want = (dispatch.attention(q, k, v, **options, backend=name) for name in ("onnxruntime", "eager"))
+    torch.testing.assert_close(got.out, want.out, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(got.state.S, want.state.S, atol=1e-4, rtol=1e-4)
+
+
+def test_a_mask_may_say_more_keys_than_there_are():
+    q, k, v = (torch.randn(3, 2, 5, 8) for _ in range(3))
+    mask = masks.key_lengths(torch.tensor([9, 5, 2])) & masks.causal()
+    got, want = (dispatch.attention(q, k, v, mask, backend=name) for name in ("onnxruntime", "eager"))
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_that_length_and_window_leave_nothing_gives_0():
+    q, k, v = (torch.randn(2, 2, 6, 8) for _ in range(3))
+    options = {"key_lengths": torch.tensor([2, 6]), "window": (1, 0)}
+    got, want = (dispatch.attention(q, k, v, **options, backend=name) for name in ("onnxruntime", "eager"))
+    assert (want[0, :, 3:] == 0).all()
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

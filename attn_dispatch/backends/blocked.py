@@ -23,6 +23,8 @@ from attn_dispatch.ir.weights import Softmax
 
 __all__ = ["Blocked"]
 
+_LEAST_FACTOR = 1e-30  # of a matrix product in float32: times 0 its operands are not read, and their NaN is lost
+
 _REFUSED = {"weights", "traced", "empty", "q_offset:tensor", "weight:Linear", "decay", "score:Alibi", "higher_order"}
 _REFUSED |= {"state:in", "state:out"}
 
@@ -148,7 +150,8 @@ def _scores(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, bias: torch.Tenso
     Where no graph is kept, scale and first bias are part of the matrix product, and the rest is done in place: a pass
     over the scores costs about a tenth of the product.
     """
-    if op.grad or op.effective_scale == 0 or _keeps_graph(q, k, *t.values()):  # times 0, a product is not read: no NaN
+    no_factor = abs(op.effective_scale) < _LEAST_FACTOR
+    if op.grad or no_factor or _keeps_graph(q, k, *t.values()):
         scores = reference.grouped_matmul(q * op.effective_scale, k.transpose(-1, -2))
         scores = reference.apply_terms(op, scores, t)
         return scores if bias is None else scores + bias

@@ -198,8 +198,9 @@ def form_for(op: AttentionOp) -> Any:
     from attn_dispatch.lowering.target import Target
 
     forms = ("contrib", "standard", "decomposed") if isinstance(op.weight, Linear) else ("standard", "decomposed")
-    # every caller of a backend sees to NaN in excluded keys itself (`plan._guard_excluded`)
-    targets = [Target(form, _OPSET, proven(op.device), str(runtime(op.device)), hides=False) for form in forms]
+    # `plan._guard_excluded` sees to NaN in excluded keys for every backend; what it looks at is the output, not a state
+    here, hides = str(runtime(op.device)), isinstance(op.weight, Linear)
+    targets = [Target(form, _OPSET, proven(op.device), here, hides) for form in forms]
     for target in targets:
         if not reasons_against(op, target):
             return target

@@ -87,7 +87,8 @@ def _ask(word: str, probe: _Probe, device_type: str, name: str) -> Verdict:
 
     from attn_dispatch.lowering.model import build_model, input_names, output_names
 
-    target = Target(probe.form, probe.opset, frozenset(PROVABLE), name)
+    hides = isinstance(probe.op.weight, Linear)  # as the backend has it
+    target = Target(probe.form, probe.opset, frozenset(PROVABLE), name, hides)
     given = [x.to(device_type) for x in (*probe.tensors, *probe.operands.values())]
     operands = {name: _wide(x) for name, x in probe.operands.items()}
     q, k, v = (x.double() for x in probe.tensors)
@@ -161,13 +162,18 @@ def _some_rows(
 
 
 def _lengths_and(bias: Bias | None) -> _Probe:
-    """Lengths, one of them 0, beside a bias per head with -inf in it, or beside a boolean mask."""
+    """Lengths, one of them 0, beside a boolean mask or a bias per head.
+
+    One row is left nothing by both together, and one has nothing but the lowest finite number before its length.
+    """
     lengths = {"lengths": torch.tensor([4, 0])}
     added = torch.sin(torch.arange(2 * 3 * 5) * 1.3).view(1, 2, 3, 5) * 3
     kept = added > -2
+    kept[0, 1, 0] = torch.arange(5) == 4
     if bias is None:
         return _probe(And.of(KeyLengths(Ref("lengths")), Dense(Ref("kept"))), operands=lengths | {"kept": kept})
     masked = torch.where(kept, added, -math.inf)
+    masked[0, 0, 1, :4] = torch.finfo(torch.float32).min
     return _probe(KeyLengths(Ref("lengths")), score=(bias,), operands=lengths | {"bias": masked})
 
 
@@ -187,7 +193,9 @@ def _recurrences(form: str, opset: int) -> tuple[_Probe, ...]:
 _PROBES: dict[str, Callable[[], _Probe | tuple[_Probe, ...]]] = {
     "causal_start": lambda: _probe(Causal()),
     "causal_end": lambda: _probe(Causal(), END),
-    "lengths": lambda: _probe(KeyLengths(Ref("lengths")), operands={"lengths": torch.tensor([5, 2])}),
+    "lengths": lambda: tuple(
+        _probe(KeyLengths(Ref("lengths")), operands={"lengths": torch.tensor(lengths)}) for lengths in ([5, 2], [0, 3])
+    ),
     "lengths_and_mask": lambda: (_lengths_and(Bias(Ref("bias"))), _lengths_and(None)),
     "empty_rows": _some_rows,
     "softcap": lambda: _some_rows(score=(SoftCap(0.5),)),

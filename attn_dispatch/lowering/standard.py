@@ -96,7 +96,8 @@ def _masked(call: Call, dtype: str) -> tuple[int | None, Value | None, Value | N
     joined = _biased(op) or not isinstance(rest, Full)
     if lengths is None or ("lengths_and_mask" if joined else "lengths") not in proven:
         return None, None, _whole(call, _mask_tensor(call, op.mask, dtype))
-    counts = n("Expand", call.grid.of_type(lengths.lengths, "int64")[0], call.batch)
+    counts = call.grid.of_type(lengths.lengths, "int64")[0]
+    counts = n("Expand", n("Max", n("Min", counts, call.skv), n.const([0])), call.batch)  # a mask may say more than Skv
     return None, counts, _whole(call, _mask_tensor(call, rest, dtype)) if joined else None
 
 

@@ -18,24 +18,15 @@ from attn_dispatch.context import use
 from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.frontend import Binding, Options, collect_tensors, describe
 from attn_dispatch.ir.masks import Mask
-from attn_dispatch.ir.recognise import recognise
 from attn_dispatch.keeping import keep_route
+from attn_dispatch.patterns import recognised
 from attn_dispatch.plan import Plan, make_plan
 from attn_dispatch.registry import current
 from attn_dispatch.report import Report, make_report
 from attn_dispatch.routes import routes
 from attn_dispatch.select import select
 from attn_dispatch.selection.decide import Request
-from attn_dispatch.variants import (
-    LinearAttention,
-    LinearState,
-    Retention,
-    Softmax,
-    Stateful,
-    Variant,
-    stateful,
-    variant_key,
-)
+from attn_dispatch.variants import LinearState, Softmax, Variant, stateful, variant_key
 from attn_dispatch.varlen import varlen_attention
 
 __all__ = ["attention", "capture", "explain", "plan", "replace_sdpa", "select", "use", "varlen_attention"]
@@ -46,7 +37,6 @@ _table = routes.table  # the same dict for ever; a name of this module is one lo
 _context = context.active.get
 _deterministic = torch._C._get_deterministic_algorithms
 _Tensor = torch.Tensor
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _tracing = torch.compiler.is_dynamo_compiling
 
 
@@ -151,7 +141,7 @@ def attention(
     else:
         if isinstance(attn_mask, _Tensor) and not _casts(query):
             placed = window is not None or is_causal or q_offset is not None
-            attn_mask, q_offset, _ = _recognised(attn_mask, query, value, placed, q_offset, bias, variant, layout)
+            attn_mask, q_offset, _ = recognised(attn_mask, query, value, placed, q_offset, bias, variant, layout)
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
         options = (
             mask.text if isinstance(mask, Mask) else mask, tuple(named), is_causal, dropout_p, scale, enable_gqa,
@@ -276,7 +266,7 @@ class _Call:
             variant = stateful(variant, state, return_state)
         if isinstance(attn_mask, torch.Tensor):
             placed = window is not None or is_causal or q_offset is not None
-            attn_mask, q_offset, note = _recognised(attn_mask, query, value, placed, q_offset, bias, variant, layout)
+            attn_mask, q_offset, note = recognised(attn_mask, query, value, placed, q_offset, bias, variant, layout)
             notes += [note] if note else []
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
         return cls.sorted(
@@ -360,32 +350,6 @@ def _key_is_whole() -> bool:
     return not context.layers_matter or context.surrounding().layer == context.current_layer.get()
 
 
-def _recognised(
-    attn_mask: torch.Tensor, query: Any, value: Any, placed: bool, q_offset: Any, bias: Any, variant: Any, layout: Any
-) -> tuple[torch.Tensor | Mask, Any, str]:
-    """A mask tensor as the pattern that it holds, the offset at which it holds it, and a note; as given without one.
-
-    Args:
-        placed: whether the call has positions of its own, which a pattern's might contradict.
-    """
-    inner = variant.inner if isinstance(variant, Stateful) else variant
-    linear = isinstance(inner, (LinearAttention, Retention))
-    if placed or not _worth_recognising(attn_mask, query, value, layout):
-        return attn_mask, q_offset, ""
-    if linear and attn_mask.size(-2) == 1:  # lengths would be the state's too, where columns are left out alone
-        return attn_mask, q_offset, ""
-    found, offset = recognise(attn_mask)
-    if found.feature == "mask:Dense":
-        return attn_mask, q_offset, ""
-    if not found.positional:
-        return found, q_offset, f"attn_mask recognised as {found}"
-    _, _, sq, skv = _sizes(query, value, layout)
-    fades = isinstance(inner, Retention) or (isinstance(bias, torch.Tensor) and bias.ndim == 1)
-    if fades and offset != skv - sq:  # a decay and ALiBi count distances from the last key, if nothing else is said
-        return attn_mask, q_offset, ""
-    return found, offset, f"attn_mask recognised as {found} at q_offset {offset}"
-
-
 def _under_autocast(query: Any, key: Any, value: Any, rest: tuple[Any, ...]) -> Any:
     """As torch's SDPA under autocast: query, key and value in the autocast dtype, and no autocast inside."""
     device = query.device.type
@@ -397,36 +361,6 @@ def _under_autocast(query: Any, key: Any, value: Any, rest: tuple[Any, ...]) -> 
 
     with torch.autocast(device, enabled=False):
         return attention(cast(query), cast(key), cast(value), **dict(zip(varlen.ARGUMENTS, rest, strict=True)))
-
-
-def _worth_recognising(mask: torch.Tensor, query: Any, value: Any, layout: Any) -> bool:
-    """Recognition reads the mask once; that must be possible, and little beside the attention it saves."""
-    if mask.dtype is not torch.bool or type(mask) is not torch.Tensor:
-        return False
-    if type(query) not in _PLAIN or type(value) not in _PLAIN:  # none without values: a model that is exported
-        return False
-    if not 2 <= mask.ndim <= 4 or query.is_nested or not query.ndim == value.ndim == 4:
-        return False
-    b, hq, sq, skv = _sizes(query, value, layout)
-    of_keys = mask.size(-2) == 1
-    if of_keys and not (sq >= 64 and mask.size(0) == b > 1):
-        return False  # asked first: a padded decode step comes here at every layer
-    if mask.device.type != "cpu" or tracing.is_transformed(query, mask):
-        return False
-    lead = {2: (), 3: (1,), 4: (b, hq)}[mask.ndim]  # of rank 3 the first size may mean batch or heads
-    fits = mask.size(-1) == skv and mask.size(-2) in (1, sq)
-    fits = fits and all(m in (1, w) for m, w in zip(mask.shape[:-2], lead, strict=True))
-    if not fits:
-        return False  # wrong, or to be broadcast: what describes the call sees to either
-    if of_keys:
-        return True  # padding: lengths can be trimmed
-    return sq * skv >= 1 << 16 and b * hq * (query.shape[3] + value.shape[3]) >= 256  # multiply-adds per pair
-
-
-def _sizes(query: torch.Tensor, value: torch.Tensor, layout: Any) -> tuple[int, int, int, int]:
-    """B, Hq, Sq, Skv of a 4-D call."""
-    heads, rows = (2, 1) if layout == "bshd" else (1, 2)
-    return query.size(0), query.size(heads), query.size(rows), value.size(rows)
 
 
 def _casts(query: Any) -> bool:

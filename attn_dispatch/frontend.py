@@ -223,6 +223,10 @@ class _Builder:
         ):
             if number is None:
                 continue
+            if isinstance(
+                number, torch.Tensor
+            ):  # its value would be kept from the first call, and its gradient dropped
+                self.fail(f"{name} must be {limit}, got a tensor", f"{name}.item()", InputTypeError)
             if not hasattr(number, "__float__"):
                 self.fail(f"{name} must be {limit}, got {number!r}", remedy, InputTypeError)
             if not math.isfinite(number) or (name == "softcap" and number < 0):
@@ -267,8 +271,13 @@ class _Builder:
             return
         packed = view(mask)
         if packed.shape[2] == 1 and packed.shape[1] == 1:  # says something of keys alone: a whole column is in or out
-            shared = packed.shape[0] == 1
-            self.restrict(Columns(self.bind("attn_mask", lambda m: view(m)[0, 0, 0] if shared else view(m).flatten(1))))
+            shared, narrow, skv = packed.shape[0] == 1, packed.shape[3] != self.sizes[3], self.sizes[3]
+
+            def columns(m: torch.Tensor) -> torch.Tensor:
+                kept = view(m)[0, 0, 0] if shared else view(m).flatten(1)
+                return kept.expand(*kept.shape[:-1], skv) if narrow else kept
+
+            self.restrict(Columns(self.bind("attn_mask", columns)))
         else:
             self.restrict(Dense(self.bind("attn_mask", view)))
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from attn_dispatch.ir.ops import AttentionOp, bucket
+from attn_dispatch.ir.ops import END, AttentionOp, bucket
+from attn_dispatch.ir.scores import Alibi
 from attn_dispatch.passes import canonicalise
 from attn_dispatch.plan import Plan
 from attn_dispatch.registry import current
@@ -78,11 +79,19 @@ def _is_right_for_its_bucket(made: Plan) -> bool:
     lo = hi // 2 + 1
     if op.Skv <= 16 or lo <= op.Sq <= hi or not made.binding.form.is_plain or _asks_lengths():
         return False
+    if op.q_offset == END and any(_has_own_positions(step.inner) for step in made.decision.chosen.chain.steps):
+        return False
     for length in (lo, hi):
         other, _ = canonicalise(made.binding.op.resized(op.B, op.Sq, length))
         if _without_lengths(other) != _without_lengths(op) or rebuild(made.name, other, current()) is None:
             return False
     return True
+
+
+def _has_own_positions(inner: AttentionOp) -> bool:
+    """Whether a rewrite wrote down as a number where the queries stand, which moves with the key length."""
+    counts = inner.mask.positional or any(isinstance(term, Alibi) for term in inner.score)
+    return counts and isinstance(inner.q_offset, int)
 
 
 def _asks_lengths() -> bool:

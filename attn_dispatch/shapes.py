@@ -134,9 +134,14 @@ class Form:
         if mask.ndim > len(want) or any(m not in (1, w) for m, w in pairs):
             problem = f"{name} {list(shape)} does not broadcast to {list(want)}"
             raise InputError(problem, asked=text, remedy="every size of it must be 1 or the one wanted")
-        if self.rank == 5 and mask.ndim == 5:
-            lead = self.lead
-            return lambda m: (m.expand(*lead, *m.shape[2:]) if m.shape[:2] != (1, 1) else m).flatten(0, 1)
+        if self.rank == 5 and (mask.ndim == 5 or (mask.ndim == 4 and shape[0] != 1)):
+            lead, missing = self.lead, 5 - mask.ndim
+
+            def flat(m: torch.Tensor) -> torch.Tensor:
+                m = m[(None,) * missing]
+                return (m.expand(*lead, *m.shape[2:]) if m.shape[:2] != (1, 1) else m).flatten(0, 1)
+
+            return flat
         pad = 4 - mask.ndim
         return (lambda m: m[(None,) * pad]) if pad else (lambda m: m)
 

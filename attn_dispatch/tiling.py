@@ -7,15 +7,15 @@ a tile costs no copy; a tile that attends nothing is not computed at all.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from attn_dispatch import reference
 from attn_dispatch.backend import Operands
-from attn_dispatch.ir.atoms import Causal, Full
-from attn_dispatch.ir.masks import FULL, Grid
+from attn_dispatch.ir.atoms import Full
+from attn_dispatch.ir.masks import FULL, And, Grid
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.pointwise import allowed_at, is_pointwise
 from attn_dispatch.ir.scores import Bias
@@ -129,16 +129,24 @@ def slice_terms(op: AttentionOp, tile: Tile, t: Operands) -> dict[str, torch.Ten
 
 
 def join_rows(
-    parts: Iterator[tuple[Tile, torch.Tensor | None]], q: torch.Tensor, last: int, fill: float, keep_graph: bool
+    parts: Iterator[tuple[Tile, torch.Tensor | None]],
+    q: torch.Tensor,
+    last: int,
+    fill: float,
+    keep_graph: bool,
+    others: Sequence[torch.Tensor] = (),
 ) -> torch.Tensor:
     """Put the tiles' results together along the rows; an empty tile is filled with ``fill``.
 
     Without gradients the parts are written into one preallocated result, so that two copies never exist at once.
+    ``others``: tensors whose gradient is 0, and not missing, where all tiles are empty.
     """
     shape = q.shape[:3] if last == 0 else (*q.shape[:3], last)
     pieces: list[torch.Tensor] = []
     out: torch.Tensor | None = None
+    seen = False
     for tile, part in parts:
+        seen = seen or part is not None
         rows = tile.rows[1] - tile.rows[0]
         if part is None:
             sizes = (*shape[:2], rows, *shape[3:])
@@ -154,7 +162,8 @@ def join_rows(
             out = torch.empty((b, s, h, *rest), dtype=part.dtype, device=q.device).transpose(1, 2)
         out[:, :, tile.rows[0] : tile.rows[1]] = part
     if keep_graph:
-        return torch.cat(pieces, 2)
+        whole = torch.cat(pieces, 2)
+        return whole if seen or not others else whole + sum(x[..., :0].sum() for x in others)
     assert out is not None
     return out
 
@@ -176,5 +185,5 @@ def _band_width(op: AttentionOp) -> int:
 
 def is_causal_blocks(op: AttentionOp) -> bool:
     """Chunked causal attention whose blocks start at row 0: each block is a small causal square of its own."""
-    names = sorted(type(atom).__name__ for atom in op.mask.atoms())
-    return names == ["Causal", "SameBlock"] and op.q_offset == 0 and isinstance(op.mask.atoms()[0], Causal)
+    parts = op.mask.args if isinstance(op.mask, And) else ()
+    return sorted(type(part).__name__ for part in parts) == ["Causal", "SameBlock"] and op.q_offset == 0

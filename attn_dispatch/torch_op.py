@@ -8,6 +8,8 @@ with gradients: one more forward than a fused backward would need.
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -56,7 +58,10 @@ def call(
     for name, given in others:
         if given is not None:
             names.append(name)
-            tensors.append(given)
+            tensors.append(torch.tensor(given, device=query.device) if isinstance(given, (list, tuple)) else given)
+    if dropout_p:  # drawn in the graph: the backward runs the call again, and has to drop the same
+        names.append("seed")
+        tensors.append(torch.randint(0, 2**62, (1,), device="cpu"))
     if isinstance(q_offset, torch.Tensor):
         names.append("q_offset")
         tensors.append(q_offset)
@@ -98,6 +103,7 @@ def _arguments(tensors: list[torch.Tensor], spec: str) -> dict[str, Any]:
     options = ast.literal_eval(spec)
     options.pop("call", None)
     named = dict(zip(options.pop("names"), tensors, strict=True))
+    named.pop("seed", None)
     arguments = {name: named.pop(name) for name in list(named) if name in _TENSOR_ARGS}
     if (linear := options.pop("linear")) is not None:
         arguments["variant"] = LinearAttention(*linear)
@@ -122,13 +128,31 @@ def _hold(mask: Mask, named: dict[str, torch.Tensor]) -> Mask:
     return mask.map_operands(put)
 
 
+@contextmanager
+def _seeded(query: torch.Tensor, tensors: list[torch.Tensor], spec: str) -> Iterator[None]:
+    """Draw from the seed that the graph drew, if the call drops anything; the generators are left as they were."""
+    names = ast.literal_eval(spec)["names"]
+    if "seed" not in names:
+        yield
+        return
+    seed, on_gpu = int(tensors[names.index("seed")]), query.device.type == "cuda"
+    with torch.random.fork_rng(devices=[query.device] if on_gpu else []):
+        torch.default_generator.manual_seed(seed)
+        if on_gpu:
+            torch.cuda.default_generators[query.device.index].manual_seed(seed)
+        yield
+
+
 @torch.library.custom_op("attn_dispatch::attention", mutates_args=())
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, tensors: list[torch.Tensor], spec: str
 ) -> list[torch.Tensor]:
     from attn_dispatch.dispatch import attention
 
-    with torch.no_grad():  # gradients are this operator's own business, see _differentiate
+    with (
+        torch.no_grad(),
+        _seeded(query, tensors, spec),
+    ):  # gradients are this operator's own business, see _differentiate
         result = attention(query, key, value, **_arguments(tensors, spec))
     parts = _flat(result)
     inputs = {x.data_ptr() for x in (query, key, value, *tensors)}
@@ -150,11 +174,11 @@ def _attention_fake(
     options = ast.literal_eval(spec)
     if key.dtype != query.dtype or value.dtype != query.dtype:
         raise InputTypeError(f"query, key and value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
-    out = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    batches = [x.shape[: max(query.ndim - 3, 0)] for x in (query, key, value)]
+    batch = batches[0] if batches[0] == batches[1] == batches[2] else torch.broadcast_shapes(*batches)
+    out = query.new_empty((*batch, *query.shape[len(batch) : -1], value.shape[-1]))
     sq = 1 if options["layout"] == "bshd" else 2
-    lead = (
-        (*query.shape[: query.ndim - 3], query.shape[3 - sq], query.shape[sq]) if query.ndim >= 4 else query.shape[:-1]
-    )
+    lead = (*batch, query.shape[2], query.shape[1]) if sq == 1 else out.shape[:-1]
     acc = torch.float64 if query.dtype == torch.float64 else torch.float32
     results = [out]
     if options["return_lse"]:
@@ -193,7 +217,7 @@ def _backward(
 ) -> list[torch.Tensor]:
     from attn_dispatch.dispatch import attention
 
-    with _autograd_inside_an_operator(), torch.enable_grad():
+    with _autograd_inside_an_operator(), torch.enable_grad(), _seeded(query, tensors, spec):
         inputs = [x.detach().requires_grad_() for x in (query, key, value)]
         others = [x.detach().requires_grad_() if x.is_floating_point() else x for x in tensors]
         result = attention(inputs[0], inputs[1], inputs[2], **_arguments(others, spec))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attn_dispatch import InputError, InputTypeError, UnknownBackendError, dispatch, masks, variants
+from attn_dispatch import InputError, InputTypeError, UnknownBackendError, dispatch, masks, patterns, variants
 from attn_dispatch.ir.recognise import recognise
 from attn_dispatch.ir.scores import alibi_slopes
 
@@ -386,6 +386,33 @@ def test_explain_recognises_a_pattern_under_autocast_too():
         assert str(dispatch.explain(x, x, x, mask).op.mask) == "Causal"
 
 
+@pytest.mark.parametrize("backend", ["eager", "sdpa_flash", "trim_lengths > sdpa_flash", "blocked", "onnxruntime"])
+def test_a_mask_that_switches_whole_sequences_off(backend):
+    x, on = torch.randn(4, 2, 20, 8), torch.tensor([True, True, False, True])
+    got = dispatch.attention(x, x, x, on.view(4, 1, 1, 1), backend=backend)
+    want = dispatch.attention(x, x, x)
+    want[2] = 0
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["bool", "column", "float"])
+@pytest.mark.parametrize("backend", ["eager", "sdpa_flash", None])
+def test_a_four_dimensional_mask_of_a_five_dimensional_call_broadcasts_as_in_torch(kind, backend):
+    q, k = torch.randn(3, 2, 4, 5, 8), torch.randn(3, 2, 4, 7, 8)
+    mask = torch.rand(2, 1, 1, 7) > 0.5 if kind == "column" else torch.rand(2, 4, 5, 7) > 0.5
+    mask[..., 0] = True
+    mask = torch.randn(2, 4, 5, 7) if kind == "float" else mask
+    want = F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
+    torch.testing.assert_close(dispatch.attention(q, k, k, mask, backend=backend), want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["scale", "softcap"])
+def test_a_number_that_is_a_tensor_is_refused(name):
+    x = torch.randn(1, 2, 5, 8)
+    with pytest.raises(InputTypeError, match=rf"{name} must be .*got a tensor(.|\n)*{name}.item\(\)"):
+        dispatch.attention(x, x, x, **{name: torch.tensor(0.5)})
+
+
 def test_a_pattern_beside_a_value_of_another_rank_is_named():
     x, mask = torch.randn(2, 2, 256, 8), torch.ones(256, 256, dtype=torch.bool)
     with pytest.raises(InputError, match="same number of dimensions"):
@@ -409,7 +436,7 @@ def test_a_constant_pattern_is_not_read_while_a_model_is_exported():
 def test_a_pattern_under_autocast_is_recognised_once(monkeypatch):
     x, mask = torch.randn(1, 8, 512, 16), torch.ones(512, 512).tril().bool()
     seen = []
-    monkeypatch.setattr(dispatch, "recognise", lambda given: seen.append(given) or recognise(given))
+    monkeypatch.setattr(patterns, "recognise", lambda given: seen.append(given) or recognise(given))
     with torch.autocast("cpu", dtype=torch.bfloat16):
         got = dispatch.attention(x, x, x, mask)
         want = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)

@@ -64,6 +64,7 @@ ARROWS: dict[str, set[str]] = {
         *("registry", "selection", "settings"),
     },
     "tracing": {"errors", "ir", "context", "reference", "shapes", "state", "variants"},
+    "patterns": {"ir", "tracing", "variants"},
     "torch_op": {"errors", "ir", "state", "variants"},
     "torch_select": {"errors", "ir"},
     "capture": {"errors", "ir", "context", "passes", "plan", "yaml_text"},
@@ -73,6 +74,7 @@ ARROWS: dict[str, set[str]] = {
         *(
             "errors",
             "ir",
+            "patterns",
             "context",
             "keeping",
             "tracing",

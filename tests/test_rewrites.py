@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_dispatch import dispatch, masks, reference, variants
+from attn_dispatch import NoBackendError, dispatch, masks, reference, variants
 from attn_dispatch.backend import Raw
 from attn_dispatch.capability import Reason
 from attn_dispatch.device import DeviceFacts
@@ -355,6 +355,15 @@ def test_trim_lengths_copies_a_bias_that_all_sequences_share_once():
     assert len({x.untyped_storage().data_ptr() for x in seen}) == 1
 
 
+def test_a_window_stays_at_the_last_key_while_keys_and_lengths_grow():
+    q = torch.randn(2, 2, 1, 8)
+    for skv in (40, 41, 50, 51):
+        k, v = torch.randn(2, 2, skv, 8), torch.randn(2, 2, skv, 8)
+        options = {"window": (15, 0), "key_lengths": torch.tensor([skv, skv])}
+        got = dispatch.attention(q, k, v, **options, backend="trim_lengths > blocked")
+        close(got, dispatch.attention(q, k, v, **options, backend="eager"))
+
+
 def test_trim_lengths_rule_6_is_not_for_a_gpu_nor_for_tensors_without_values():
     op = Call(b=2, key_lengths=torch.tensor([3, 8])).op
     on_gpu = op.with_(query=TensorDesc(op.query.shape, "float32", "cuda"))
@@ -458,6 +467,33 @@ def test_merge_parts_rule_2_applies_the_sinks_to_the_final_lse_once():
     close(got.out, want.out)
     close(got.lse, want.lse)
     assert call.inner[0][1] == {}
+
+
+def test_a_row_without_keys_and_a_sink_of_minus_infinity_give_0():
+    x, allowed = torch.randn(1, 2, 20, 8), torch.ones(20, 20, dtype=torch.bool)
+    allowed[3] = False
+    sinks = torch.tensor([-math.inf, 0.5])
+    got = dispatch.attention(x, x, x, allowed, sinks=sinks, backend="apply_sinks > sdpa_flash")
+    close(got, dispatch.attention(x, x, x, allowed, sinks=sinks, backend="eager"))
+    assert (got[0, :, 3] == 0).all()
+
+
+@pytest.mark.parametrize("backend", ["bands > sdpa_flash", "tile_queries > sdpa_flash", "blocked", None])
+def test_a_block_or_what_is_before_it_is_no_causal_square(backend):
+    x, mask = torch.randn(1, 2, 1024, 8), masks.causal() | masks.SameBlock(128)
+    try:
+        got = dispatch.attention(x, x, x, mask, backend=backend)
+    except NoBackendError:
+        assert backend not in (None, "blocked")
+        return
+    close(got, dispatch.attention(x, x, x, mask, backend="eager"))
+
+
+@pytest.mark.parametrize("backend", ["blocked", "bands > eager"])
+def test_gradients_are_0_where_no_tile_attends_anything(backend):
+    q, k, v = (torch.randn(1, 2, n, 8, requires_grad=True) for n in (512, 600, 600))
+    out = dispatch.attention(q, k, v, window=(4, 0), q_offset=2000, backend=backend)
+    assert all((x == 0).all() for x in (out, *torch.autograd.grad(out.sum(), (q, k, v))))
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,62 @@ def test_dropout_in_a_compiled_call_follows_the_seed():
     assert not torch.equal(compiled(*inputs), first)
 
 
+def test_the_gradient_of_dropout_in_a_compiled_call_drops_what_the_forward_dropped():
+    q, k, v = (x.requires_grad_() for x in qkv(hq=2))
+    compiled = torch.compile(
+        lambda q, k, v: dispatch.attention(q, k, v, dropout_p=0.5, softcap=3.0), backend="aot_eager"
+    )
+    state = torch.random.get_rng_state()
+    out = compiled(q, k, v)
+    (found,) = torch.autograd.grad(out.sum(), v)
+    # the output is linear in v: with the weights that the forward kept, moving v by h moves it by grad . h
+    step = torch.randn_like(v)
+    torch.random.set_rng_state(state)
+    with torch.no_grad():
+        moved = compiled(q, k, v + step)
+    torch.testing.assert_close((moved - out).sum(), (found * step).sum(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("call", [{"return_lse": True}, {"return_weights": True}, {"window": (2, 0)}], ids=str)
+@pytest.mark.parametrize("shapes", [((3, 2, 4, 5, 8), (3, 2, 4, 7, 8)), ((1, 4, 5, 8), (2, 4, 7, 8))], ids=str)
+def test_a_compiled_call_knows_the_shapes_of_its_results(call, shapes):
+    q, k = (torch.randn(*shape) for shape in shapes)
+    seen = []
+
+    def run(q, k):
+        results = dispatch.attention(q, k, k, **call)
+        results = results if isinstance(results, tuple) else (results,)
+        seen.append([tuple(x.shape) for x in results])
+        return results
+
+    got = torch.compile(run, backend="aot_eager", fullgraph=True)(q, k)
+    want = run(q, k)
+    assert seen[0] == seen[-1]
+    for x, y in zip(got, want, strict=True):
+        torch.testing.assert_close(x, y)
+
+
+def test_a_compiled_call_takes_lengths_as_a_list():
+    q, k, v = qkv(hq=2)
+    call = torch.compile(lambda q, k, v: dispatch.attention(q, k, v, key_lengths=[7, 4]), backend="aot_eager")
+    torch.testing.assert_close(call(q, k, v), dispatch.attention(q, k, v, key_lengths=[7, 4]))
+
+
+@pytest.mark.parametrize("backend", ["sdpa_flash", "sdpa_math"])
+@pytest.mark.parametrize("made", ["the same", "of another"])
+def test_gradients_of_gradients_count_a_tensor_in_several_places_once(backend, made):
+    x = torch.randn(1, 2, 5, 8, requires_grad=True)
+
+    def grads(create_graph, backend):
+        key = x if made == "the same" else x * 2
+        out = dispatch.attention(x, key, key, backend=backend)
+        return torch.autograd.grad(out.sin().sum(), x, create_graph=create_graph)[0]
+
+    want = grads(False, "eager")
+    torch.testing.assert_close(grads(True, backend), want, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(grads(False, backend), want, atol=1e-5, rtol=1e-4)
+
+
 # --- torch.export ----------------------------------------------------------------------------------------------------
 
 

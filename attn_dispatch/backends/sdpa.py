@@ -26,6 +26,7 @@ __all__ = [
     "additive_mask",
     "boolean_mask",
     "differentiable_twice",
+    "in_dtype",
     "is_causal_only",
     "patch_dead_rows",
 ]
@@ -109,6 +110,14 @@ def additive_mask(op: AttentionOp) -> MakeMask:
     return make
 
 
+def in_dtype(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An additive mask in another dtype, in which what was finite stays finite: -inf would mask what was not masked."""
+    if mask.dtype == dtype:
+        return mask
+    limit = torch.finfo(dtype).max
+    return torch.where(torch.isinf(mask), mask, mask.clamp(-limit, limit)).to(dtype)
+
+
 def patch_dead_rows(lse: torch.Tensor, additive: torch.Tensor | None) -> torch.Tensor:
     """Set the log-sum-exp of empty rows to -inf. The CPU flash kernel says 0.0 there, which would corrupt a merge."""
     if additive is None:
@@ -134,9 +143,11 @@ def differentiable_twice(
     ) -> tuple[torch.Tensor | None, ...] | None:
         if not torch.is_grad_enabled() or grad_outputs[0] is None:
             return None
-        again = reference.attention(op, q, k, v, t).out
+        # each through a name of its own: one tensor may stand in several places, or be made of another
+        own = [x.view_as(x) for x in inputs]
+        again = reference.attention(op, own[0], own[1], own[2], t).out
         wanted = [i for i, g in enumerate(grad_inputs[:3]) if g is not None]
-        grads = torch.autograd.grad(again, [inputs[i] for i in wanted], grad_outputs[0], create_graph=True)
+        grads = torch.autograd.grad(again, [own[i] for i in wanted], grad_outputs[0], create_graph=True)
         found = dict(zip(wanted, grads, strict=True))
         return tuple(found.get(i, g) for i, g in enumerate(grad_inputs))
 

@@ -237,7 +237,7 @@ class MultiheadAttention(nn.Module):
         if cache is None or cache.window is None:
             return
         left = (self.window or options.get("window") or (None, None))[0]
-        if left is None or left + 1 > cache.window:
+        if left in (None, -1) or left + 1 > cache.window:
             problem = f"a cache of window {cache.window} keeps {cache.window} keys, and the module's window is {left}"
             raise InputError(
                 f"{problem} to the left", remedy=f"window=({cache.window - 1}, 0), or KVCache() for all keys"

@@ -139,7 +139,8 @@ class ApplySinks(Rewrite):
             def outer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
                 out, lse, *_ = run(q, k, v, {n: x for n, x in t.items() if n != name} if len(t) > 1 else {})
                 sink = t[name].to(lse.dtype).view(1, -1, 1)
-                out = (out * torch.sigmoid(lse - sink).unsqueeze(-1)).to(q.dtype)
+                least = sink.clamp(min=torch.finfo(lse.dtype).min)  # -inf - -inf, of a row without keys, would be NaN
+                out = (out * torch.sigmoid(lse - least).unsqueeze(-1)).to(q.dtype)
                 return Raw(out, torch.logaddexp(lse, sink)) if op.outputs.lse else out
 
             return outer

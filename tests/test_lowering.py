@@ -813,7 +813,7 @@ def test_lengths_beside_a_bias_are_numbers_of_the_node_where_the_runtime_knows_b
         model = build_model(op, Target("standard", 24, **changes))
         return [node.op_type for node in model.graph].count("Where")
 
-    known, less = SPECIFIED, SPECIFIED - {"lengths_and_mask"}
+    known, less = SPECIFIED, SPECIFIED - {"lengths_and_bias"}
     assert [wheres(proven=words, hides=hides) for words in (known, less) for hides in (False, True)] == [0, 2, 1, 3]
 
 

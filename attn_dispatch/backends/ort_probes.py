@@ -196,7 +196,8 @@ _PROBES: dict[str, Callable[[], _Probe | tuple[_Probe, ...]]] = {
     "lengths": lambda: tuple(
         _probe(KeyLengths(Ref("lengths")), operands={"lengths": torch.tensor(lengths)}) for lengths in ([5, 2], [0, 3])
     ),
-    "lengths_and_mask": lambda: (_lengths_and(Bias(Ref("bias"))), _lengths_and(None)),
+    "lengths_and_mask": lambda: _lengths_and(None),
+    "lengths_and_bias": lambda: _lengths_and(Bias(Ref("bias"))),
     "empty_rows": _some_rows,
     "softcap": lambda: _some_rows(score=(SoftCap(0.5),)),
     "gqa": lambda: _probe(heads=(4, 2)),

@@ -94,7 +94,8 @@ def _masked(call: Call, dtype: str) -> tuple[int | None, Value | None, Value | N
         return 1, n("Expand", call.skv, call.batch), None
     lengths, rest = _apart(op.mask) if has_lengths else (None, op.mask)
     joined = _biased(op) or not isinstance(rest, Full)
-    if lengths is None or ("lengths_and_mask" if joined else "lengths") not in proven:
+    word = "lengths_and_bias" if _biased(op) else "lengths_and_mask" if joined else "lengths"
+    if lengths is None or word not in proven:
         return None, None, _whole(call, _mask_tensor(call, op.mask, dtype))
     counts = call.grid.of_type(lengths.lengths, "int64")[0]
     counts = n("Expand", n("Max", n("Min", counts, call.skv), n.const([0])), call.batch)  # a mask may say more than Skv

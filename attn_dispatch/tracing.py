@@ -87,10 +87,20 @@ def compiled(
         )
     from attn_dispatch import torch_op
 
+    query, key, value = _cast(query, key, value)
     return torch_op.call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, bias, sinks,
         query_lengths, key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,
     )  # fmt: skip
+
+
+def _cast(*tensors: Any) -> Any:
+    """Query, key and value in autocast's dtype, where it is on: no autocast reaches into an operator of ours."""
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
 def exported(
@@ -111,7 +121,7 @@ def exported(
     if isinstance(bias, torch.Tensor) and bias.ndim > 1:
         bias = bias[(None,) * (4 - bias.ndim)]
     form = shapes.Form(query.ndim, layout)
-    q, k, v = form.pack(query, key, value)
+    q, k, v = form.pack(*_cast(query, key, value))
     if isinstance(q_offset, torch.SymInt):  # a length of the model: a value of the graph, not a number in it
         q_offset = torch.full((1,), q_offset, dtype=torch.int64, device=q.device)  # type: ignore[call-overload]
     window = None if window is None else tuple(None if end is None else _number("window", end, int) for end in window)

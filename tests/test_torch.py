@@ -219,6 +219,21 @@ def test_a_compiled_call_knows_the_shapes_of_its_results(call, shapes):
         torch.testing.assert_close(x, y)
 
 
+@pytest.mark.parametrize("options", [{}, {"softcap": 3.0}, {"window": (2, 0)}], ids=str)
+@pytest.mark.parametrize("value_dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_compiled_call_is_cast_by_autocast_as_an_eager_one(options, value_dtype):
+    q, k, v = qkv(hq=2)
+    v = v.to(value_dtype)
+
+    def run(q, k, v):
+        return dispatch.attention(q, k, v, **options)
+
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        got, want = torch.compile(run, backend="aot_eager", fullgraph=True)(q, k, v), run(q, k, v)
+    assert got.dtype == want.dtype == torch.bfloat16
+    torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
 def test_a_compiled_call_takes_lengths_as_a_list():
     q, k, v = qkv(hq=2)
     call = torch.compile(lambda q, k, v: dispatch.attention(q, k, v, key_lengths=[7, 4]), backend="aot_eager")

@@ -527,3 +527,10 @@ def test_a_rolling_cache_is_cropped_only_as_far_as_the_next_window_reaches(lengt
         with pytest.raises(InputError, match=rf"can be cropped to 8 .. 9 tokens, not to {length}"):
             cache.crop(length)
         assert cache.length == 9
+
+
+def test_a_rolling_cache_is_refused_for_a_window_without_a_left_end():
+    module = MultiheadAttention(32, 4, window=(-1, 0), batch_first=True)
+    x = torch.randn(1, 1, 32)
+    with pytest.raises(InputError, match="keeps 4 keys"):
+        module(x, x, x, cache=KVCache(window=4))

@@ -788,3 +788,22 @@ def test_a_variant_that_is_none_is_named_however_the_call_runs(how):
     with pytest.raises(Exception, match="variant") as caught:
         calls[how]()
     assert "linear" in str(caught.value) or "str" in str(caught.value)
+
+
+def test_empty_segments_under_autocast_have_the_dtype_of_the_others():
+    x = torch.randn(7, 2, 8)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        outs = [
+            dispatch.varlen_attention(x, x, x, torch.tensor(cuts)) for cuts in ([0, 3, 7], [0, 3, 3, 7], [0, 0, 3, 7])
+        ]
+    assert {x.dtype for x in outs} == {torch.bfloat16}
+    assert all(torch.equal(x, outs[0]) for x in outs)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_finite_bias_stays_finite_beside_half_precision(dtype):
+    x, bias = torch.randn(1, 2, 20, 8).to(dtype), torch.zeros(20, 20)
+    bias[3] = torch.finfo(torch.float32).min
+    got = dispatch.attention(x, x, x, bias, backend="sdpa_math")
+    assert torch.isfinite(got).all()
+    torch.testing.assert_close(got, dispatch.attention(x, x, x, bias, backend="eager"), atol=3e-2, rtol=3e-2)

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attn_dispatch.backend import Backend, Cost, Executable, Operands, dense_cost
-from attn_dispatch.backends.sdpa import MASK_FEATURES, additive_mask, in_dtype, is_causal_only
+from attn_dispatch.backends.sdpa import MASK_FEATURES, additive_mask, is_causal_only
 from attn_dispatch.capability import Capability, Limit
 from attn_dispatch.ir.ops import AttentionOp
 
@@ -44,11 +44,13 @@ class SdpaMath(Backend):
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
             # the operator adds whatever mask it gets: the wrapper's conversion of a boolean one is ours to make
-            mask = None if flag else mask_of(q, k, t)
-            mask = mask if mask is None else in_dtype(mask, q.dtype)
-            return torch._scaled_dot_product_attention_math(
+            mask, dtype = None if flag else mask_of(q, k, t), q.dtype
+            if mask is not None and mask.dtype != dtype:  # a float32 bias, of which half precision may hold nothing
+                q, k, v = q.to(mask.dtype), k.to(mask.dtype), v.to(mask.dtype)
+            out = torch._scaled_dot_product_attention_math(
                 q, k, v, mask, dropout_p, flag, None, scale=scale, enable_gqa=gqa
             )[0]
+            return out if out.dtype == dtype else out.to(dtype)
 
         return Executable(run)
 

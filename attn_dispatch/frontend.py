@@ -223,9 +223,7 @@ class _Builder:
         ):
             if number is None:
                 continue
-            if isinstance(
-                number, torch.Tensor
-            ):  # its value would be kept from the first call, and its gradient dropped
+            if isinstance(number, torch.Tensor):  # its first value would be kept, and its gradient dropped
                 self.fail(f"{name} must be {limit}, got a tensor", f"{name}.item()", InputTypeError)
             if not hasattr(number, "__float__"):
                 self.fail(f"{name} must be {limit}, got {number!r}", remedy, InputTypeError)

@@ -149,10 +149,8 @@ def _attention(
 ) -> list[torch.Tensor]:
     from attn_dispatch.dispatch import attention
 
-    with (
-        torch.no_grad(),
-        _seeded(query, tensors, spec),
-    ):  # gradients are this operator's own business, see _differentiate
+    # gradients are this operator's own business, see _differentiate
+    with torch.no_grad(), _seeded(query, tensors, spec):
         result = attention(query, key, value, **_arguments(tensors, spec))
     parts = _flat(result)
     inputs = {x.data_ptr() for x in (query, key, value, *tensors)}
@@ -174,8 +172,9 @@ def _attention_fake(
     options = ast.literal_eval(spec)
     if key.dtype != query.dtype or value.dtype != query.dtype:
         raise InputTypeError(f"query, key and value must have one dtype, got {query.dtype}, {key.dtype}, {value.dtype}")
-    batches = [x.shape[: max(query.ndim - 3, 0)] for x in (query, key, value)]
-    batch = batches[0] if batches[0] == batches[1] == batches[2] else torch.broadcast_shapes(*batches)
+    batches = zip(*(x.shape[: max(query.ndim - 3, 0)] for x in (query, key, value)), strict=True)
+    # broadcast without a question about a length of the model, which would pin it
+    batch = [next((n for n in sizes if not (isinstance(n, int) and n == 1)), 1) for sizes in batches]
     out = query.new_empty((*batch, *query.shape[len(batch) : -1], value.shape[-1]))
     sq = 1 if options["layout"] == "bshd" else 2
     lead = (*batch, query.shape[2], query.shape[1]) if sq == 1 else out.shape[:-1]

@@ -24,11 +24,11 @@ def recognised(
     Args:
         placed: whether the call has positions of its own, which a pattern's might contradict.
     """
-    inner = variant.inner if isinstance(variant, Stateful) else variant
-    linear = isinstance(inner, (LinearAttention, Retention))
     if placed or not _worth_recognising(attn_mask, query, value, layout):
         return attn_mask, q_offset, ""
-    if linear and attn_mask.size(-2) == 1:  # lengths would be the state's too, where columns are left out alone
+    inner = variant.inner if isinstance(variant, Stateful) else variant
+    if isinstance(inner, (LinearAttention, Retention)) and attn_mask.size(-2) == 1:
+        # lengths would be the state's too, where columns are left out alone
         return attn_mask, q_offset, ""
     found, offset = recognise(attn_mask)
     if found.feature == "mask:Dense":

@@ -157,19 +157,18 @@ def _attend_segments(
     outs: list[torch.Tensor] = [query.new_empty((0, query.shape[1], value.shape[2]))] * (len(queries) - 1)
     acc = torch.float64 if query.dtype == torch.float64 else torch.float32
     sums: list[torch.Tensor] = [query.new_empty((0, query.shape[1]), dtype=acc)] * (len(queries) - 1)
-    changed = False
+    dtype = query.dtype  # autocast may give another, for the empty segments too
     for (sq, skv), members in groups.items():
         q = _batch(query, [queries[i] for i in members], sq)
         k, v = (_batch(x, [keys[i] for i in members], skv) for x in (key, value))
         result = attention(q, k, v, **{**options, "layout": "bshd"})
         out = result.out if wants_lse else result
-        if out.dtype != outs[0].dtype and not changed:  # autocast: the empty segments too
-            outs, changed = [x.to(out.dtype) for x in outs], True
+        dtype = out.dtype
         for n, i in enumerate(members):
             outs[i] = out[n]
             if wants_lse:
                 sums[i] = result.lse[n].transpose(0, 1)
-    out = torch.cat(outs) if outs else query.new_empty((0, query.shape[1], value.shape[2]))
+    out = torch.cat([x.to(dtype) for x in outs]) if outs else query.new_empty((0, query.shape[1], value.shape[2]))
     if not wants_lse:
         return out
     from attn_dispatch.plan import WithLse

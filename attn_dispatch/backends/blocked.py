@@ -135,9 +135,9 @@ def _weights(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, bias: torch.Tens
     column tells whether there is any. On a GPU looking would wait for the device.
     """
     maybe_empty = bias is not None or any(isinstance(term, Bias) for term in op.score)
-    if maybe_empty and q.device.type != "cpu":
-        return reference.weigh_softmax(op, _scores(op, q, k, bias, t), None, t)[0]
     scores = _scores(op, q, k, bias, t)
+    if maybe_empty and q.device.type != "cpu":
+        return reference.weigh_softmax(op, scores, None, t)[0]
     weights = torch.softmax(scores, -1, out=None if scores.requires_grad else scores)
     if not maybe_empty or reference.finite(weights[..., 0]):
         return weights

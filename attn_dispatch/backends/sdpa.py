@@ -26,7 +26,6 @@ __all__ = [
     "additive_mask",
     "boolean_mask",
     "differentiable_twice",
-    "in_dtype",
     "is_causal_only",
     "patch_dead_rows",
 ]
@@ -108,14 +107,6 @@ def additive_mask(op: AttentionOp) -> MakeMask:
         return total if allowed is None else torch.where(allowed, total, -math.inf)
 
     return make
-
-
-def in_dtype(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """An additive mask in another dtype, in which what was finite stays finite: -inf would mask what was not masked."""
-    if mask.dtype == dtype:
-        return mask
-    limit = torch.finfo(dtype).max
-    return torch.where(torch.isinf(mask), mask, mask.clamp(-limit, limit)).to(dtype)
 
 
 def patch_dead_rows(lse: torch.Tensor, additive: torch.Tensor | None) -> torch.Tensor:

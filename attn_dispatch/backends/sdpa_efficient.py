@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw, dense_cost
-from attn_dispatch.backends.sdpa import MASK_FEATURES, additive_mask, in_dtype, is_causal_only, patch_dead_rows
+from attn_dispatch.backends.sdpa import MASK_FEATURES, additive_mask, is_causal_only, patch_dead_rows
 from attn_dispatch.capability import Capability, Limit
 from attn_dispatch.ir.ops import AttentionOp
 
@@ -44,7 +44,7 @@ class SdpaEfficient(Backend):
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
             mask = None if causal else mask_of(q, k, t)
-            bias = None if mask is None else _aligned(in_dtype(mask, q.dtype), q, k)
+            bias = None if mask is None else _aligned(_in_dtype(mask, q.dtype), q, k)
             out, lse, *_ = kernel(q, k, v, bias, wants_lse, dropout_p, causal, scale=scale)
             return Raw(out, patch_dead_rows(lse[..., : q.shape[2]], mask)) if op.outputs.lse else out
 
@@ -52,6 +52,14 @@ class SdpaEfficient(Backend):
 
     def estimate(self, op: AttentionOp) -> Cost:
         return dense_cost(op, 0.5 if is_causal_only(op) else 1.0)
+
+
+def _in_dtype(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """An additive mask in another dtype, in which what was finite stays finite: -inf would mask what was not masked."""
+    if mask.dtype == dtype:
+        return mask
+    limit = torch.finfo(dtype).max
+    return torch.where(torch.isinf(mask), mask, mask.clamp(-limit, limit)).to(dtype)
 
 
 def _aligned(mask: torch.Tensor, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:

@@ -240,8 +240,8 @@ def _check_desc(desc: Any, where: str) -> None:
         raise InputError(f"{where}: shape must be a list of sizes, got {sizes!r}")
     if not isinstance(getattr(torch, str(fields["dtype"]), None), torch.dtype):
         raise InputError(f"{where}: dtype {fields['dtype']!r} is none of torch's", remedy="float32, bfloat16 ...")
-    if fields.get("strides", "rows") not in ("rows", "scattered"):
-        raise InputError(f"{where}: strides must be rows or scattered, got {fields['strides']!r}")
+    if fields.get("strides", "rows") not in ("rows", "bshd", "scattered"):
+        raise InputError(f"{where}: strides must be rows, bshd or scattered, got {fields['strides']!r}")
 
 
 def _mapping(data: Any, where: str, needed: tuple[str, ...], optional: tuple[str, ...] | None) -> Mapping[str, Any]:

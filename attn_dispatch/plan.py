@@ -168,7 +168,7 @@ class Plan:
             tensors |= spread_state(tensors["state"])
         for name, desc in op.operands:
             given = tensors.get(name)
-            if name.startswith("state") and given is not None and TensorDesc.of(given) != desc:
+            if name.startswith("state") and given is not None and TensorDesc.of(given).in_rows() != desc.in_rows():
                 raise InputError(f"the plan was made for {name} {desc}, got {TensorDesc.of(given)}")
         if unknown := set(tensors) - set(self.tensors):
             raise InputError(f"the plan has no operand {', '.join(sorted(unknown))}; it has {sorted(self.tensors)}")

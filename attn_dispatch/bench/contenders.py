@@ -20,6 +20,7 @@ from attn_dispatch.ir.ops import AttentionOp, Outputs
 from attn_dispatch.registry import Registry
 from attn_dispatch.selection.candidates import build
 from attn_dispatch.selection.decide import ranked
+from attn_dispatch.selection.gate import as_used
 from attn_dispatch.selection.samples import Sample
 
 __all__ = ["Contender", "NotApplicable", "candidates", "graded", "ours"]
@@ -49,13 +50,13 @@ class Contender:
 
 
 def graded(forward: Forward, op: AttentionOp, sample: Sample) -> Callable[[], tuple[torch.Tensor, ...]]:
-    """The forward, and for a training op the backward with it: ``(out, *gradients)``."""
+    """The forward, its result as the model takes it, and for a training op the backward: ``(out, *gradients)``."""
     if not op.grad:
-        return lambda: (forward(),)
+        return (lambda: (as_used(op, forward()),)) if op.query.strides == "bshd" else lambda: (forward(),)
     leaves = [sample.named()[name] for name in op.grad]
 
     def step() -> tuple[torch.Tensor, ...]:
-        out = forward()
+        out = as_used(op, forward())
         return (out, *torch.autograd.grad(out, leaves, torch.ones_like(out)))
 
     return step

@@ -242,11 +242,16 @@ class AttentionOp:
         )
 
     def bucketed(self) -> AttentionOp:
-        """The op at the top of its bucket: exact in everything but batch, lengths, and what its tensors are called.
+        """The op at the top of its bucket: exact in everything but batch, lengths, which way the rows of a tensor lie,
+        and what its tensors are called.
 
         Columns are the same op whether they came as ``attn_mask`` or inside a `Mask`.
         """
-        return named_by_role(self)._at_bucket()
+        return named_by_role(self)._in_rows()._at_bucket()
+
+    def _in_rows(self) -> AttentionOp:
+        named = {name: getattr(self, name).in_rows() for name in ("query", "key", "value")}
+        return replace(self, **named, operands=tuple((name, desc.in_rows()) for name, desc in self.operands))
 
     def _at_bucket(self) -> AttentionOp:
         b, sq, skv = bucket(self.B), bucket(self.Sq), bucket(self.Skv)

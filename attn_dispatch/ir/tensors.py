@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -34,12 +34,22 @@ def short_dtype(name: str) -> str:
 def stride_class(tensor: torch.Tensor) -> str:
     """How a tensor lies in memory, as far as kernels care.
 
-    ``"rows"``: the last dimension is contiguous; ``"scattered"``: it is not. Whether the outer dimensions are
-    permuted or expanded does not change which kernels are right, only (a little) how fast they are.
+    ``"rows"``: the last dimension is contiguous; ``"scattered"``: it is not; ``"bshd"``: as rows, and the heads of one
+    position lie side by side, as a projection leaves them. That does not change which kernels are right, but how fast
+    those are that must copy: what is measured, is measured so; a decision serves rows of either class.
     """
-    if tensor.ndim == 0 or tensor.size(-1) <= 1 or tensor.stride(-1) == 1:
-        return "rows"
-    return "scattered"
+    if tensor.ndim and tensor.size(-1) > 1 and tensor.stride(-1) != 1:
+        return "scattered"
+    return "bshd" if tensor.ndim == 4 and _heads_inside(tensor) else "rows"
+
+
+def _heads_inside(tensor: torch.Tensor) -> bool:
+    """Whether dimension 1 lies inside dimension 2; sizes that are not known yet (tracing) count as rows."""
+    facts = (tensor.size(1), tensor.size(2), tensor.stride(1), tensor.stride(2))
+    if any(type(n) is not int for n in facts):
+        return False
+    heads, length, head, row = facts
+    return heads > 1 and length > 1 and 0 < head < row
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ class TensorDesc:
         shape: sizes; ``[B, H, S, D]`` for query, key and value, whatever layout the caller used.
         dtype: ``"float32"``, ``"bfloat16"`` ...
         device: the device type, ``"cpu"`` or ``"cuda"``; the index does not change a plan.
-        strides: ``"rows"`` or ``"scattered"``, see `stride_class`.
+        strides: ``"rows"``, ``"bshd"`` or ``"scattered"``, see `stride_class`.
     """
 
     shape: tuple[int, ...]
@@ -82,13 +92,17 @@ class TensorDesc:
         """The same tensor with another shape."""
         return TensorDesc(tuple(shape), self.dtype, self.device, self.strides)
 
+    def in_rows(self) -> TensorDesc:
+        """The same tensor whichever way its rows lie: what a decision depends on."""
+        return replace(self, strides="rows") if self.strides == "bshd" else self
+
     @property
     def itemsize(self) -> int:
         """Bytes of one element."""
         return getattr(torch, self.dtype).itemsize
 
     def __str__(self) -> str:
-        tail = "" if self.strides == "rows" else " scattered"
+        tail = " scattered" if self.strides == "scattered" else ""
         return f"[{', '.join(map(str, self.shape))}] {short_dtype(self.dtype)}{tail}"
 
     def to_dict(self) -> dict[str, Any]:

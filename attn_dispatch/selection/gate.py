@@ -29,7 +29,7 @@ from attn_dispatch.selection.gate_dropout import dropout_problem
 from attn_dispatch.selection.samples import KINDS, Sample, as_double, golden, golden_rows, make_sample
 from attn_dispatch.state import state_dtype
 
-__all__ = ["PROBLEMS", "SLACK", "Problems", "Verdict", "crops", "places", "run_gate", "step"]
+__all__ = ["PROBLEMS", "SLACK", "Problems", "Verdict", "as_used", "crops", "places", "run_gate", "step"]
 
 SLACK = 8.0
 # Rounding a logit of some hundreds changes its exponential by so many roundings: what `large` inputs may be off more.
@@ -147,17 +147,23 @@ def _pairs(op: AttentionOp) -> int:
 def step(run: Run, op: AttentionOp, sample: Sample) -> Callable[[], Any]:
     """What is timed: the forward, or the forward and backward as one when the op needs gradients."""
     q, k, v, t = sample.query, sample.key, sample.value, sample.operands
-    if not op.grad:
+    if not op.grad and op.query.strides != "bshd":
         return lambda: run(q, k, v, t)
     leaves = [sample.named()[name] for name in op.grad]
     up = torch.ones((op.B, op.Hq, op.Sq, op.Dv), dtype=q.dtype, device=q.device)
 
-    def both() -> Any:
+    def whole() -> Any:
         result = run(q, k, v, t)
-        out = result.out if isinstance(result, Raw) else result
-        return torch.autograd.grad(out, leaves, up, allow_unused=True)
+        out = as_used(op, result.out if isinstance(result, Raw) else result)
+        return torch.autograd.grad(out, leaves, up, allow_unused=True) if leaves else out
 
-    return both
+    return whole
+
+
+def as_used(op: AttentionOp, out: torch.Tensor) -> torch.Tensor:
+    """A result as the model takes it: where the heads of a query lie side by side, the next projection wants the result
+    so, and who returns another layout has it copied."""
+    return out.transpose(1, 2).contiguous().transpose(1, 2) if op.query.strides == "bshd" else out
 
 
 # --- one candidate on one problem ----------------------------------------------------------------------------------

@@ -104,7 +104,7 @@ class _Maker:
         x = torch.randn(shape, generator=self.generator, dtype=torch.float32).to(getattr(torch, desc.dtype))
         if desc.strides == "scattered":
             return x.to(self.device).transpose(-1, -2).contiguous().transpose(-1, -2)
-        if (self.kind == "views" or self.op.layout == "bshd") and x.ndim == 4:
+        if (self.kind == "views" or "bshd" in (self.op.layout, desc.strides)) and x.ndim == 4:
             wide = x.new_zeros((shape[0], shape[2], shape[1] + 1, shape[3])).to(self.device)
             view = (wide if self.kind == "views" else wide[:, :, :-1].contiguous()).transpose(1, 2)[:, : shape[1]]
             return view.copy_(x)

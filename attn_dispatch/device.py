@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import platform
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
-__all__ = ["DeviceFacts", "cuda_arch", "facts", "free_memory"]
+__all__ = ["DeviceFacts", "cuda_arch", "current", "facts", "free_memory"]
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,19 @@ def _facts(device_type: str, index: int, threads: int) -> DeviceFacts:
     if device_type == "cpu":
         return DeviceFacts("cpu", _cpu_name(), platform.machine(), threads)
     return DeviceFacts(device_type, device_type, "unknown")
+
+
+def current(tensor: object) -> AbstractContextManager[object]:
+    """The CUDA device of a tensor as the current one, whose facts then count; nothing where it is already.
+
+    Example:
+        >>> with current(torch.zeros(1)):
+        ...     facts("cpu").type
+        'cpu'
+    """
+    if not isinstance(tensor, torch.Tensor) or not tensor.is_cuda or tensor.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(tensor.device)
 
 
 def free_memory(device_type: str) -> int:

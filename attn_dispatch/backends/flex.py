@@ -152,8 +152,8 @@ class _Mods:
 
     def __init__(self, op: AttentionOp, t: Operands, offset: int, skv: int, device: torch.device) -> None:
         self.op, self.t, self.offset, self.skv, self.device = op, t, offset, skv, device
-        self.at = torch.tensor(offset, device=device)
-        self.limit = torch.tensor(skv, device=device)
+        self.at = torch.full((), offset, device=device)  # filled there: a copy from the host would wait for the device
+        self.limit = torch.full((), skv, device=device)
         inner, limit = self._mask_mod(op.mask), self.limit
         self.mask: MaskMod = lambda b, h, q, kv: inner(b, h, q, kv) & (kv < limit)
         self.score = self._score_mod()

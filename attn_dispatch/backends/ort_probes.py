@@ -100,7 +100,8 @@ def _ask(word: str, probe: _Probe, device_type: str, name: str) -> Verdict:
         x.fill_(math.nan if x.is_floating_point() else -1)
     model = onnx_ir.to_proto(build_model(probe.op, target)).SerializeToString()
     try:
-        session = make_session(model, device_type, 1, quiet=True)
+        index = torch.cuda.current_device() if device_type == "cuda" else 0
+        session = make_session(model, device_type, 1, quiet=True, index=index)
         names = (input_names(probe.op), output_names(probe.op))
         session.run_with_iobinding(bind(session.io_binding(), device_type, names[0], given, names[1], got))
     except Exception as error:  # noqa: BLE001 - whatever a foreign runtime raises is its answer

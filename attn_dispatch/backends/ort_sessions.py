@@ -67,14 +67,16 @@ def runtime(device_type: str) -> Runtime:
     return Runtime(onnxruntime.__version__, onnxruntime.get_build_info(), provider, facts(device_type).name)
 
 
-def make_session(model: bytes, device_type: str, threads: int, stream: int = 0, quiet: bool = False) -> Any:
+def make_session(
+    model: bytes, device_type: str, threads: int, stream: int = 0, quiet: bool = False, index: int = 0
+) -> Any:
     """A session that runs on the provider asked for and on no other.
 
     Args:
         model: a serialised ONNX model.
         threads: threads of the session's own pool; the pool of the process is never touched.
         stream: handle of the CUDA stream to run on; 0 lets onnxruntime take one of its own.
-        quiet: log nothing, where a failure is an expected answer.
+        quiet: log nothing, where a failure is an expected answer. index: of the CUDA device.
 
     Raises:
         BackendError: the session fell to another provider, which onnxruntime does without an error.
@@ -88,8 +90,9 @@ def make_session(model: bytes, device_type: str, threads: int, stream: int = 0, 
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # its threads share the cores with torch's
     provider: Any = PROVIDERS[device_type]
     if device_type == "cuda":
-        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")
-        own = {"device_id": str(torch.cuda.current_device())}
+        # what moves shapes belongs on the CPU, so "session.disable_cpu_ep_fallback" would refuse good models
+        options.add_session_config_entry("session.record_ep_graph_assignment_info", "1")
+        own = {"device_id": str(index)}
         provider = (provider, own | ({"user_compute_stream": str(stream)} if stream else {}))
     session = onnxruntime.InferenceSession(model, options, providers=[provider])
     session.disable_fallback()
@@ -98,7 +101,21 @@ def make_session(model: bytes, device_type: str, threads: int, stream: int = 0, 
         raise BackendError(
             f"onnxruntime {onnxruntime.__version__} ran {used[0]} where {PROVIDERS[device_type]} was asked"
         )
+    if device_type == "cuda" and (stray := _heavy_on_cpu(session)):
+        raise BackendError(f"onnxruntime {onnxruntime.__version__} put {', '.join(stray)} on the CPU")
     return session
+
+
+_HEAVY = {"Attention", "MatMul", "Gemm", "Softmax", "MultiHeadAttention", "GroupQueryAttention", "LinearAttention"}
+
+
+def _heavy_on_cpu(session: Any) -> list[str]:
+    """Operators of an attention that a session put on the CPU; none where the runtime does not tell."""
+    tell = getattr(session, "get_provider_graph_assignment_info", None)
+    if tell is None:
+        return []
+    parts = [part for part in tell() if part.ep_name == PROVIDERS["cpu"]]
+    return sorted({node.op_type for part in parts for node in part.get_nodes()} & _HEAVY)
 
 
 @functools.lru_cache(maxsize=256)
@@ -111,10 +128,10 @@ def make_runner(model: bytes, device_type: str, inputs: tuple[str, ...], outputs
     sessions: OrderedDict[Any, Any] = OrderedDict()
     lock = threading.Lock()
 
-    def session_for(key: Any, threads: int, stream: int) -> Any:
+    def session_for(key: Any, threads: int, stream: int, index: int = 0) -> Any:
         with lock:
             if key not in sessions:
-                sessions[key] = make_session(model, device_type, threads, stream)
+                sessions[key] = make_session(model, device_type, threads, stream, index=index)
                 while len(sessions) > _MOST_SESSIONS:
                     sessions.popitem(last=False)
             sessions.move_to_end(key)
@@ -133,9 +150,10 @@ def make_runner(model: bytes, device_type: str, inputs: tuple[str, ...], outputs
     def on_cuda(given: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
         from onnxruntime import RunOptions
 
-        stream = torch.cuda.current_stream()
+        device = given[0].device
+        stream = torch.cuda.current_stream(device)
         handle = stream.cuda_stream
-        session = session_for((torch.cuda.current_device(), handle), 1, handle)
+        session = session_for((device.index, handle), 1, handle, device.index)
         options = RunOptions()
         if handle:  # it runs on torch's stream, in order with what torch launches before and after
             options.add_run_config_entry("disable_synchronize_execution_providers", "1")
@@ -165,7 +183,7 @@ def bind(
     Returns:
         The binding.
     """
-    index = torch.cuda.current_device() if device_type == "cuda" else 0
+    index = given[0].device.index if device_type == "cuda" else 0
     bound = {} if bound is None else bound
     for names, tensors, put in ((inputs, given, binding.bind_input), (outputs, results, binding.bind_output)):
         for name, x in zip(names, tensors, strict=True):

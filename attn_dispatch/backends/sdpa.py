@@ -13,6 +13,7 @@ import torch
 
 from attn_dispatch import reference
 from attn_dispatch.backend import Operands
+from attn_dispatch.capability import Reason
 from attn_dispatch.ir.atoms import Causal, Columns, Dense, Full, KeyLengths, KeyRange, QueryLengths
 from attn_dispatch.ir.masks import And, Mask
 from attn_dispatch.ir.ops import AttentionOp
@@ -25,6 +26,7 @@ __all__ = [
     "MASK_FEATURES",
     "additive_mask",
     "boolean_mask",
+    "capability_reasons",
     "differentiable_twice",
     "is_causal_only",
     "patch_dead_rows",
@@ -38,6 +40,26 @@ MASK_FEATURES = frozenset(
         *("mask:QueryLengths", "combine:And"),
     }
 )
+
+
+def capability_reasons(op: AttentionOp, least: tuple[int, int], most: tuple[int, int] | None = None) -> list[Reason]:
+    """Whether the current GPU is one that torch's own dispatcher would run a kernel on; its operator does not ask.
+
+    Args:
+        least, most: compute capabilities, ``(8, 0)``; no upper bound for None.
+    """
+    if op.device != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
+        return []
+    here = torch.cuda.get_device_capability()
+    if here >= least and (most is None or here <= most):
+        return []
+    allowed = f"{_number(least)} or newer" if most is None else f"{_number(least)} to {_number(most)}"
+    text = f"compute capability {_number(here)}, takes {allowed}"
+    return [Reason("device", "compute capability", _number(here), allowed, text=text)]
+
+
+def _number(capability: tuple[int, int]) -> str:
+    return f"{capability[0]}.{capability[1]}"
 
 
 def is_causal_only(op: AttentionOp) -> bool:

@@ -16,6 +16,7 @@ from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw, Run,
 from attn_dispatch.backends.sdpa import (
     MASK_FEATURES,
     additive_mask,
+    capability_reasons,
     differentiable_twice,
     is_causal_only,
     patch_dead_rows,
@@ -29,6 +30,7 @@ __all__ = ["SdpaFlash"]
 _CORE_CACHE_BYTES = 384 << 10  # of a core's 512 KiB; an estimate for the order, as the speed-up, not a measurement
 _CORE_CACHE_SPEEDUP = 4.0
 _WIDEST_VECTOR = 16  # float32 lanes of AVX-512
+_FLASH_GPUS = ((8, 0), (12, 1))  # as torch's ``check_flash_attention_hardware_support``
 _ONES = tuple(Limit(name, minimum=1) for name in ("B", "Hq", "Sq", "Skv", "D"))
 
 
@@ -58,15 +60,23 @@ class SdpaFlash(Backend):
             dtypes=frozenset({"float16", "bfloat16"}),
             features=frozenset({"weight:Softmax", "mask:Full", "mask:Causal", "gqa", "dropout", "lse", "grad"}),
             limits=(*_ONES, Limit("D", multiple_of=8, maximum=256, hint="pad_head_dim > sdpa_flash")),
-            notes="untested here; SM 8.0 or newer",
+            notes="untested here; compute capability 8.0 to 12.1",
         ),
     )
 
     def extra_reasons(self, op: AttentionOp) -> list[Reason]:
-        if op.device == "cuda" and is_causal_only(op) and op.Sq != op.Skv:
+        if op.device != "cuda":
+            return []
+        found = capability_reasons(op, *_FLASH_GPUS)
+        if is_causal_only(op) and op.Sq != op.Skv:
             text = f"is_causal with Sq {op.Sq} != Skv {op.Skv}"
-            return [Reason("limit", "Sq", op.Sq, op.Skv, "", text)]
-        return []
+            found.append(Reason("limit", "Sq", op.Sq, op.Skv, "", text))
+        if op.dropout_p >= 1.0:
+            found.append(Reason("limit", "dropout_p", op.dropout_p, "< 1", text="dropout_p 1, takes less than 1"))
+        if op.grad and _has_little_shared_memory() and (192 < op.D <= 224 or (op.D > 192 and op.dropout_p)):
+            text = f"gradients at head_dim {op.D}{' with dropout' if op.dropout_p else ''} on this GPU"
+            found.append(Reason("limit", "head_dim", op.D, "<= 192", text=text))
+        return found
 
     def compile(self, op: AttentionOp) -> Executable:
         return Executable(_compile_cpu(op) if op.device == "cpu" else _compile_cuda(op))
@@ -82,6 +92,11 @@ class SdpaFlash(Backend):
         masked = not isinstance(op.mask, (Full, Causal))
         copies = 2.0 * op.key.itemsize * op.B * op.Hkv * op.Skv * (op.D + op.Dv) if "scattered" in op.features else 0.0
         return Cost(cost.flops, cost.bytes + again + copies, 2.0 if masked else 1.0)
+
+
+def _has_little_shared_memory() -> bool:
+    """Whether the backward of large heads has no room, as torch's ``check_requires_grad_and_head_dim_gt192`` has it."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() in ((8, 6), (8, 9), (12, 0), (12, 1))
 
 
 def _compile_cpu(op: AttentionOp) -> Run:

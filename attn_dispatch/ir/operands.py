@@ -58,11 +58,17 @@ class Table:
 
     def tensor(self, device: Any = None) -> torch.Tensor:
         """The array, bool or int64; to be read, not written to: it is made once for each text."""
-        found = _parse_table(self.text)
-        return found if device is None else found.to(device)
+        kind = torch.device("cpu" if device is None else device)
+        return _parse_table(self.text) if kind.type == "cpu" else _table_on(self.text, kind)
 
     def __str__(self) -> str:
         return f'"{self.text}"'
+
+
+@functools.lru_cache(maxsize=256)
+def _table_on(text: str, device: torch.device) -> torch.Tensor:
+    """A table on a device, copied there once: each copy from the host waits for the device."""
+    return _parse_table(text).to(device)
 
 
 @functools.lru_cache(maxsize=256)

@@ -82,7 +82,8 @@ def run_gate(
         where no cut problem fits, all of the op is compared, and when it is too large for that, the verdict's problem
         is that it was not verified.
     """
-    with torch.random.fork_rng([torch.cuda.current_device()] if op.device == "cuda" else []):
+    devices = range(torch.cuda.device_count()) if op.device == "cuda" else ()  # a seed is for all of them
+    with torch.random.fork_rng(devices):
         return _gate(name, op, registry, {} if seen is None else seen, {} if problems is None else problems)
 
 

@@ -22,6 +22,7 @@ from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.registry import Registry
 from attn_dispatch.selection.candidates import build, rebuild
 from attn_dispatch.selection.gate import run_gate, step
+from attn_dispatch.selection.known_bad import allowed
 from attn_dispatch.selection.samples import make_sample
 from attn_dispatch.selection.store import Record
 from attn_dispatch.settings import child_environment
@@ -47,12 +48,12 @@ def try_apart(name: str, op: AttentionOp, registry: Registry, limit_s: float) ->
         task, answer = Path(folder, "task"), Path(folder, "answer")
         memory = device.free_memory("cpu") * 9 // 10
         threads = torch.get_num_threads()
-        task.write_bytes(pickle.dumps((name, op.to_dict(), parts, memory, threads)))
+        index = torch.cuda.current_device() if op.device == "cuda" and torch.cuda.is_available() else -1
+        task.write_bytes(pickle.dumps((name, op.to_dict(), parts, memory, threads, index)))
+        around = child_environment() | {"ATTN_DISPATCH_ALLOW_KNOWN_BAD": ",".join(sorted(allowed(registry)))}
         command = [sys.executable, "-m", "attn_dispatch.selection.probe", str(task), str(answer)]
         try:
-            run = subprocess.run(
-                command, capture_output=True, text=True, timeout=limit_s, env=child_environment(), check=False
-            )
+            run = subprocess.run(command, capture_output=True, text=True, timeout=limit_s, env=around, check=False)
         except subprocess.TimeoutExpired:
             return Record(name, "timeout", note=f"it took more than {limit_s:g} s in a process of its own")
         if answer.exists():
@@ -93,9 +94,12 @@ def _verdict(name: str, op: AttentionOp, registry: Registry) -> Record:
 
 
 def _main(task: Path, answer: Path) -> None:
-    name, op, parts, memory, threads = pickle.loads(task.read_bytes())
+    name, op, parts, memory, threads, index = pickle.loads(task.read_bytes())
     torch.set_num_threads(threads)
-    _limit_memory(memory)
+    if index >= 0:
+        torch.cuda.set_device(index)  # and no limit: CUDA reserves addresses for all memory of host and device
+    else:
+        _limit_memory(memory)
     try:
         record = _verdict(name, AttentionOp.from_dict(op), pickle.loads(parts))
     except Exception as error:  # noqa: BLE001 - a candidate's failure is its record

@@ -25,6 +25,7 @@ POLICY = {
     "cpu": "torch Timer, each call after one of torch's, interleaved medians",
     "cuda": "event per iteration, cold L2, interleaved medians",
 }
+_FLUSH_BYTES, _FLUSH_S = 256 << 20, 1e-4  # more than any L2 cache, and about what writing it takes
 _BESIDE = 1 << 16  # elements of the operation before each call: twice the least that torch shares out among threads
 
 
@@ -58,12 +59,16 @@ def interleaved(
         max_total_s: no new round starts after this long, once there are ``least_rounds``.
         device: the device type; on ``"cuda"`` each iteration is timed by events.
     """
-    once = _once_cuda if device == "cuda" else _once_cpu
-    timers = {name: once(f) for name, f in contenders.items()}
+    if device == "cuda":
+        flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
+        timers = {name: _once_cuda(f, flush) for name, f in contenders.items()}
+    else:
+        timers = {name: _once_cpu(f) for name, f in contenders.items()}
+    least = _FLUSH_S if device == "cuda" else 1e-7
     repeats = {}
     for name, timer in timers.items():
         timer(1)  # the first call decides and compiles
-        repeats[name] = max(1, min(20_000, int(min_round_s / max(timer(1), 1e-7))))
+        repeats[name] = max(1, min(20_000, int(min_round_s / max(timer(1), least))))
     samples: dict[str, list[float]] = {name: [] for name in timers}
     start = time.perf_counter()
     for turn in range(rounds):
@@ -93,9 +98,8 @@ def _once_cpu(f: Callable[[], object]) -> Callable[[int], float]:
     return lambda repeats: timer.timeit(repeats).mean
 
 
-def _once_cuda(f: Callable[[], object]) -> Callable[[int], float]:
+def _once_cuda(f: Callable[[], object], flush: torch.Tensor) -> Callable[[int], float]:
     """Seconds per call: the median over events, with the L2 cache flushed before each call."""
-    flush = torch.empty(256 << 20, dtype=torch.int8, device="cuda")
 
     def timed(repeats: int) -> float:
         repeats = max(repeats, 5) if repeats > 1 else 1

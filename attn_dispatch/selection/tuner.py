@@ -196,7 +196,7 @@ def _is_as_fast(timing: Timing, best: Timing) -> bool:
 @contextmanager
 def _undisturbed(op: AttentionOp) -> Iterator[None]:
     """The state that the caller may have set around a call does not reach the measurement, nor the other way round."""
-    devices = [torch.cuda.current_device()] if op.device == "cuda" else []
+    devices = range(torch.cuda.device_count()) if op.device == "cuda" else ()
     threads = torch.get_num_threads()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices))

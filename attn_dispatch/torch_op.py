@@ -19,6 +19,7 @@ from attn_dispatch.ir.mask_text import parse_mask
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.operands import Held, Operand
 from attn_dispatch.ir.tensors import Ref
+from attn_dispatch.results import named_results
 from attn_dispatch.state import LinearState, WithState, state_dtype
 from attn_dispatch.variants import LinearAttention, Retention, Softmax, Stateful
 
@@ -78,7 +79,7 @@ def call(
     if returns_state:
         z = results[2] if len(results) == 4 else None
         return WithState(results[0], LinearState(results[1], z, results[-1]))
-    return results[0] if len(results) == 1 else tuple(results)
+    return named_results(results, bool(return_lse), bool(return_weights))
 
 
 def _add_state(variant: Any, names: list[str], tensors: list[torch.Tensor]) -> tuple[bool, Any]:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from attn_dispatch import context, reference, shapes
+from attn_dispatch.autocast import cast
 from attn_dispatch.errors import InputError, InputTypeError, NoBackendError
 from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths, QueryLengths, Window
 from attn_dispatch.ir.masks import And, Mask
@@ -29,6 +30,7 @@ from attn_dispatch.ir.scores import Alibi, Bias, ScoreTerm, SoftCap
 from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name
 from attn_dispatch.ir.weights import Softmax as SoftmaxWeight
 from attn_dispatch.ir.weights import Weight
+from attn_dispatch.results import named_results
 from attn_dispatch.state import WithState
 from attn_dispatch.variants import Softmax
 
@@ -87,20 +89,11 @@ def compiled(
         )
     from attn_dispatch import torch_op
 
-    query, key, value = _cast(query, key, value)
+    query, key, value = cast(query, key, value)  # no autocast reaches into an operator of ours
     return torch_op.call(
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, bias, sinks,
         query_lengths, key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,
     )  # fmt: skip
-
-
-def _cast(*tensors: Any) -> Any:
-    """Query, key and value in autocast's dtype, where it is on: no autocast reaches into an operator of ours."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    return [x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors]
 
 
 def exported(
@@ -121,7 +114,7 @@ def exported(
     if isinstance(bias, torch.Tensor) and bias.ndim > 1:
         bias = bias[(None,) * (4 - bias.ndim)]
     form = shapes.Form(query.ndim, layout)
-    q, k, v = form.pack(*_cast(query, key, value))
+    q, k, v = form.pack(*cast(query, key, value))
     if isinstance(q_offset, torch.SymInt):  # a length of the model: a value of the graph, not a number in it
         q_offset = torch.full((1,), q_offset, dtype=torch.int64, device=q.device)  # type: ignore[call-overload]
     window = None if window is None else tuple(None if end is None else _number("window", end, int) for end in window)
@@ -138,7 +131,7 @@ def exported(
         from attn_dispatch import torch_op
 
         results = torch_op.call(q, k, v, *arguments, "bhsd", return_lse, return_weights, backend)
-    return _unpacked(results, form)
+    return _unpacked(results, form, bool(return_lse), bool(return_weights))
 
 
 def _number(name: str, value: Any, kind: type) -> Any:
@@ -149,13 +142,13 @@ def _number(name: str, value: Any, kind: type) -> Any:
     return kind(value)
 
 
-def _unpacked(results: Any, form: shapes.Form) -> Any:
+def _unpacked(results: Any, form: shapes.Form, lse: bool, weights: bool) -> Any:
     """The results of a packed call in the caller's shape."""
     if isinstance(results, WithState):
         return WithState(form.unpack_out(results.out), results.state)
     if not isinstance(results, tuple):
         return form.unpack_out(results)
-    return (form.unpack_out(results[0]), *(form.unpack(x) for x in results[1:]))
+    return named_results([form.unpack_out(results[0]), *(form.unpack(x) for x in results[1:])], lse, weights)
 
 
 def _in_plain_operators(
@@ -188,8 +181,9 @@ def _in_plain_operators(
         return_weights=return_weights,
     )  # fmt: skip
     raw = reference.attention(op, q, k, v, named)
-    results = [raw.out, *([raw.lse] if return_lse else []), *([raw.weights] if return_weights else [])]
-    return results[0] if len(results) == 1 else tuple(results)
+    wanted = [raw.out, *([raw.lse] if return_lse else []), *([raw.weights] if return_weights else [])]
+    results = [x for x in wanted if x is not None]
+    return named_results(results, return_lse, return_weights)
 
 
 def _check_exported_mask(query: torch.Tensor, mask: torch.Tensor) -> None:

@@ -171,7 +171,7 @@ def _attend_segments(
     out = torch.cat([x.to(dtype) for x in outs]) if outs else query.new_empty((0, query.shape[1], value.shape[2]))
     if not wants_lse:
         return out
-    from attn_dispatch.plan import WithLse
+    from attn_dispatch.results import WithLse
 
     return WithLse(out, torch.cat(sums).transpose(0, 1) if sums else query.new_empty((query.shape[1], 0), dtype=acc))
 
@@ -223,7 +223,7 @@ def attend_nested(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, r
     result = _attend_segments(q, k, v, at, keys, options)
     if not options.get("return_lse"):
         return _nest(result, rows[0], layout)
-    from attn_dispatch.plan import WithLse
+    from attn_dispatch.results import WithLse
 
     return WithLse(_nest(result.out, rows[0], layout), _nest(result.lse.transpose(0, 1), rows[0], "bhsd"))
 

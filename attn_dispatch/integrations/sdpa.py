@@ -42,14 +42,34 @@ class replace_sdpa(TorchFunctionMode):  # noqa: N801 - used as a function: with 
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if func is _SDPA and not _is_nested(args):
-            return attention(*args, **(kwargs or {}))
+            return _attend(*args, **(kwargs or {}))
         if func is _MULTIHEAD:
             func = _multihead()
         return func(*args, **(kwargs or {}))
 
 
 def _sdpa(*args: Any, **kwargs: Any) -> Any:
-    return (_SDPA if _is_nested(args) else attention)(*args, **kwargs)
+    return (_SDPA if _is_nested(args) else _attend)(*args, **kwargs)
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """`attention` as torch's SDPA takes it from a model that is not written for us: it broadcasts a single kv head, and
+    a mask of rank 3 is one for each head."""
+    if key.ndim > 2 and key.ndim == value.ndim and key.shape[-3] == value.shape[-3] == 1:
+        enable_gqa = True
+    if isinstance(attn_mask, torch.Tensor) and attn_mask.ndim == 3 and query.ndim > 3:
+        attn_mask = attn_mask[None]
+    out: torch.Tensor = attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
+    return out
 
 
 @functools.cache

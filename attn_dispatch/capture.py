@@ -186,7 +186,7 @@ class Workload:
             data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise InputError(f"{path}: {error.strerror or error}", remedy="attn-dispatch bench FILE.yaml") from None
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
+        except (yaml.YAMLError, ValueError, OverflowError) as error:
             raise InputError(f"{path}: not YAML: {error}") from None
         return cls.from_dict(data, str(path))
 

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from attn_dispatch import context, paging, tracing, varlen
+from attn_dispatch import context, device, paging, tracing, varlen
+from attn_dispatch.autocast import cast, casts
 from attn_dispatch.context import use
 from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.frontend import Binding, Options, collect_tensors, describe
@@ -139,27 +140,31 @@ def attention(
             backend, _context(), _deterministic(), forward_ad._current_level,
         )  # fmt: skip
     else:
-        if isinstance(attn_mask, _Tensor) and not _casts(query):
+        if isinstance(attn_mask, _Tensor) and not casts(query):
             placed = window is not None or is_causal or q_offset is not None
             attn_mask, q_offset, _ = recognised(attn_mask, query, value, placed, q_offset, bias, variant, layout)
-        named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
+        named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant, query)
         options = (
             mask.text if isinstance(mask, Mask) else mask, tuple(named), is_causal, dropout_p, scale, enable_gqa,
             window, softcap, None if "q_offset" in named else q_offset, variant_key(variant), layout, return_lse,
             return_weights, backend, _context(), _deterministic(), forward_ad._current_level,
         )  # fmt: skip
+    run = None
     try:
         for route in _table.get(options, ()):
             if route.check(query, key, value, *named.values()):
-                operands = route.operands(named) if named else _NO_OPERANDS
                 if route.runs is None:
-                    return route.run(query, key, value, operands)
+                    run = route.run
+                    break
                 length = key.size(2)  # left open by the guard: one run per bucket
                 run = route.runs.get((length - 1).bit_length())
                 if run is not None and value.size(2) == length:
-                    return run(query, key, value, operands)
+                    break
+                run = None
     except TypeError:  # an unhashable or non-tensor argument: the slow path knows what to say about it
         options = ()
+    if run is not None:
+        return run(query, key, value, route.operands(named) if named else _NO_OPERANDS)
     return _slow(
         options, named, mask, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap,
         bias, sinks, query_lengths, key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,
@@ -192,7 +197,7 @@ def plan(
     if options.get("block_table") is not None:
         raise InputError("a plan runs on rows, not on pages", remedy="dispatch.attention(..., block_table=...)")
     call = _Call.of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
-    made = make_plan(call.bind(), call.requests())
+    made = call.plan()
     made.tensors.update(call.named)
     return made
 
@@ -220,7 +225,8 @@ def explain(
         'eager'
     """
     call = _Call.of(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, **options)
-    return make_report(call.bind(), call.requests(), current(), call.notes)
+    with device.current(query):
+        return make_report(call.bind(), call.requests(), current(), call.notes)
 
 
 # --- the slow path -------------------------------------------------------------------------------------------------
@@ -246,6 +252,8 @@ class _Call:
     ) -> _Call:  # fmt: skip
         """Sort the arguments of `attention`."""
         notes: list[str] = []
+        if casts(query):
+            query, key, value = cast(query, key, value)
         if block_table is not None:
             key, value, attn_mask, bias, q_offset = paging.page_in(
                 query,
@@ -268,7 +276,7 @@ class _Call:
             placed = window is not None or is_causal or q_offset is not None
             attn_mask, q_offset, note = recognised(attn_mask, query, value, placed, q_offset, bias, variant, layout)
             notes += [note] if note else []
-        named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant)
+        named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant, query)
         return cls.sorted(
             (query, key, value), named, mask, notes, dropout_p, is_causal, scale, enable_gqa, window, softcap,
             q_offset, variant, layout, return_lse, return_weights, backend,
@@ -300,6 +308,11 @@ class _Call:
             higher_order=transformed or forward_ad._current_level >= 0, traced=transformed,
         )  # fmt: skip
 
+    def plan(self) -> Plan:
+        """Decide and compile, on the device of the tensors."""
+        with device.current(self.tensors[0]):
+            return make_plan(self.bind(), self.requests())
+
     def requests(self) -> list[Request]:
         """Explicit wishes, strongest first."""
         around = context.surrounding()
@@ -330,13 +343,17 @@ def _slow(
             return varlen.attend_nested(query, key, value, rest)
         if torch.compiler.is_compiling() or torch.compiler.is_exporting():
             return tracing.exported(query, key, value, *rest)
-        if _casts(query):
-            return _under_autocast(query, key, value, rest)
+        if casts(query):
+            tensors = cast(query, key, value)
+            with torch.autocast(query.device.type, enabled=False):
+                return _again(tensors, rest)
+        if not options and (_is_list_of(str, backend) or _is_list_of(int, window)):  # as tuples they can be a key
+            return _again((query, key, value), tuple(tuple(x) if isinstance(x, list) else x for x in rest))
     call = _Call.sorted(
         (query, key, value), named, mask, [], dropout_p, is_causal, scale, enable_gqa, window, softcap, q_offset,
         variant, layout, return_lse, return_weights, backend,
     )  # fmt: skip
-    made = make_plan(call.bind(), call.requests())
+    made = call.plan()
     record = context.surrounding().record
     if record is not None:
         record(made, query, key, value)
@@ -345,29 +362,19 @@ def _slow(
     return made.run(query, key, value, made.binding.operands(named))
 
 
+def _is_list_of(kind: type, value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(x is None or isinstance(x, kind) for x in value)
+
+
+def _again(tensors: Sequence[torch.Tensor], rest: tuple[Any, ...]) -> Any:
+    """`attention` with other tensors or another form of the same options."""
+    query, key, value = tensors
+    return attention(query, key, value, **dict(zip(varlen.ARGUMENTS, rest, strict=True)))
+
+
 def _key_is_whole() -> bool:
     """Whether the key of the call holds its layer, where pins by layer exist: they are read after the first key."""
     return not context.layers_matter or context.surrounding().layer == context.current_layer.get()
-
-
-def _under_autocast(query: Any, key: Any, value: Any, rest: tuple[Any, ...]) -> Any:
-    """As torch's SDPA under autocast: query, key and value in the autocast dtype, and no autocast inside."""
-    device = query.device.type
-    dtype = torch.get_autocast_dtype(device)
-
-    def cast(x: Any) -> Any:
-        eligible = isinstance(x, torch.Tensor) and x.is_floating_point() and x.dtype != torch.float64
-        return x.to(dtype) if eligible else x
-
-    with torch.autocast(device, enabled=False):
-        return attention(cast(query), cast(key), cast(value), **dict(zip(varlen.ARGUMENTS, rest, strict=True)))
-
-
-def _casts(query: Any) -> bool:
-    """Whether autocast will change this call's dtype, and call `attention` again."""
-    if not torch._C._is_any_autocast_enabled() or not isinstance(query, torch.Tensor):
-        return False
-    return torch.is_autocast_enabled(query.device.type)
 
 
 def capture(model: torch.nn.Module | None = None) -> Any:

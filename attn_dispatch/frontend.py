@@ -72,7 +72,7 @@ class Binding:
 
 
 def collect_tensors(
-    attn_mask: Any, bias: Any, sinks: Any, query_lengths: Any, key_lengths: Any, q_offset: Any, variant: Any
+    attn_mask: Any, bias: Any, sinks: Any, query_lengths: Any, key_lengths: Any, q_offset: Any, variant: Any, query: Any
 ) -> tuple[dict[str, torch.Tensor], Mask | str | None]:
     """All tensors of a call beside query, key and value, by the names that the op will use, and the bound mask."""
     named: dict[str, torch.Tensor] = {}
@@ -90,7 +90,7 @@ def collect_tensors(
     lengths = (("query_lengths", query_lengths), ("key_lengths", key_lengths))
     for name, value in (("bias", bias), ("sinks", sinks), *lengths):
         if value is not None:
-            named[name] = value if isinstance(value, torch.Tensor) else _as_lengths(name, value)
+            named[name] = value if isinstance(value, torch.Tensor) else _as_lengths(name, value, query)
     if isinstance(q_offset, torch.Tensor):
         named["q_offset"] = q_offset
     if isinstance(variant, Stateful):
@@ -106,10 +106,10 @@ def collect_tensors(
     return named, mask
 
 
-def _as_lengths(name: str, value: Any) -> torch.Tensor:
+def _as_lengths(name: str, value: Any, query: Any) -> torch.Tensor:
     if name in ("bias", "sinks") or not hasattr(value, "__len__"):
         raise InputTypeError(f"{name} must be a tensor, got {type(value).__name__}", remedy=f"torch.tensor({name})")
-    return torch.as_tensor(value)
+    return torch.as_tensor(value, device=getattr(query, "device", None))
 
 
 def describe(

@@ -10,10 +10,9 @@ import torch
 from attn_dispatch.ir.ops import END, AttentionOp, bucket
 from attn_dispatch.ir.scores import Alibi
 from attn_dispatch.passes import canonicalise
-from attn_dispatch.plan import Plan
+from attn_dispatch.plan import Plan, name_at
 from attn_dispatch.registry import current
 from attn_dispatch.routes import Route, make_guard, routes
-from attn_dispatch.selection.candidates import rebuild
 from attn_dispatch.selection.known_bad import looks_at_lengths
 from attn_dispatch.selection.pins import current_pins
 
@@ -83,8 +82,8 @@ def _is_right_for_its_bucket(made: Plan) -> bool:
         return False
     for length in (lo, hi):
         other, _ = canonicalise(made.binding.op.resized(op.B, op.Sq, length))
-        if _without_lengths(other) != _without_lengths(op) or rebuild(made.name, other, current()) is None:
-            return False
+        if _without_lengths(other) != _without_lengths(op) or name_at(made, other) != made.name:
+            return False  # another op in between, or a candidate that is liked better and takes other lengths
     return True
 
 

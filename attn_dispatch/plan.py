@@ -7,20 +7,22 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from attn_dispatch import context, reference
+from attn_dispatch.autocast import cast, casts
 from attn_dispatch.backend import Operands, Raw, Run
 from attn_dispatch.device import facts
-from attn_dispatch.errors import BackendError, InputError
+from attn_dispatch.errors import BackendError, InputError, NoBackendError
 from attn_dispatch.frontend import Binding
 from attn_dispatch.ir.ops import AttentionOp
-from attn_dispatch.ir.tensors import TensorDesc
+from attn_dispatch.ir.tensors import TensorDesc, stride_class
 from attn_dispatch.passes import Step, canonicalise
 from attn_dispatch.registry import Registry, current
 from attn_dispatch.registry.discover import on_reset
+from attn_dispatch.results import named_results
 from attn_dispatch.selection import tuned
 from attn_dispatch.selection.candidates import Candidate, build, rebuild
 from attn_dispatch.selection.decide import Decision, Request, TunedLookup, decide
@@ -32,36 +34,12 @@ from attn_dispatch.watched import Watched
 __all__ = [
     "Plan",
     "PlanCache",
-    "WithLse",
-    "WithLseWeights",
-    "WithWeights",
     "at_shape",
     "bucket_decision",
     "decisions",
     "make_plan",
+    "name_at",
 ]
-
-
-class WithLse(NamedTuple):
-    """What ``return_lse=True`` returns: lse is ``[B, Hq, Sq]`` in fp32 (fp64 for fp64)."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-
-
-class WithWeights(NamedTuple):
-    """What ``return_weights=True`` returns: weights are ``[B, Hq, Sq, Skv]``, before dropout."""
-
-    out: torch.Tensor
-    weights: torch.Tensor
-
-
-class WithLseWeights(NamedTuple):
-    """What both return together."""
-
-    out: torch.Tensor
-    lse: torch.Tensor
-    weights: torch.Tensor
 
 
 class PlanCache:
@@ -136,6 +114,7 @@ class Plan:
     Args:
         op: the canonical op. decision: what runs it and why. trace: the passes that changed it.
         run: ``(query, key, value, operands) -> result`` on the caller's own shapes.
+        tensors: the other tensors of the call. requests: who asked for what, pins among them.
     """
 
     op: AttentionOp
@@ -144,6 +123,7 @@ class Plan:
     binding: Binding
     run: Run = field(repr=False)
     tensors: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    requests: tuple[Request, ...] = field(default=(), repr=False)
 
     def __call__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **tensors: torch.Tensor) -> Any:
         """Run the plan.
@@ -156,6 +136,10 @@ class Plan:
             InputError: the tensors are not those of the plan.
         """
         form, op = self.binding.form, self.binding.op
+        if casts(query):
+            query, key, value = cast(query, key, value)
+            with torch.autocast(query.device.type, enabled=False):
+                return self(query, key, value, **tensors)
         for name, x, desc in zip(
             ("query", "key", "value"), form.pack(query, key, value), (op.query, op.key, op.value), strict=True
         ):
@@ -164,6 +148,10 @@ class Plan:
                     f"the plan was made for {name} {desc} on {desc.device}, got {list(x.shape)} {x.dtype} {x.device}"
                 )
                 raise InputError(problem, remedy="make another plan with dispatch.plan(...)")
+            if "scattered" in (kind := stride_class(x), desc.strides) and kind != desc.strides:
+                problem = f"the plan was made for {name} with {desc.strides} strides, got {kind}"
+                raise InputError(problem, remedy=f"{name}.contiguous(), or another plan with dispatch.plan(...)")
+        self._check_gradients({"query": query, "key": key, "value": value, **self.tensors, **tensors})
         if isinstance(tensors.get("state"), LinearState):
             tensors |= spread_state(tensors["state"])
         for name, desc in op.operands:
@@ -173,6 +161,17 @@ class Plan:
         if unknown := set(tensors) - set(self.tensors):
             raise InputError(f"the plan has no operand {', '.join(sorted(unknown))}; it has {sorted(self.tensors)}")
         return self.run(query, key, value, self.binding.operands({**self.tensors, **tensors}))
+
+    def _check_gradients(self, given: dict[str, Any]) -> None:
+        """A plan made without gradients may run a kernel that has none, and would lose them without a word."""
+        if not torch.is_grad_enabled():
+            return
+        for name, x in given.items():
+            if isinstance(x, torch.Tensor) and x.requires_grad and name not in self.op.grad:
+                raise InputError(
+                    f"the plan was made without a gradient of {name}, which requires one",
+                    remedy="make the plan with tensors that require gradients, or call it under torch.no_grad()",
+                )
 
     @property
     def name(self) -> str:
@@ -201,12 +200,38 @@ def make_plan(binding: Binding, requests: Sequence[Request] = (), registry: Regi
         context.layers_matter = pins.has_layers
         pinned = pins.requests(op, context.current_layer.get())
         mode = context.surrounding().autotune or settings().autotune
-        decision = _decide_for_bucket(op, (*requests, *pinned), registry, mode)
+        requests = (*requests, *pinned)
+        decision = _decide_for_bucket(op, requests, registry, mode)
     else:
         decision = decide(op, registry, requests)
     run = _compile(decision.chosen, op, registry)
     guarded = _guard_excluded(run, op, decision, registry)
-    return Plan(op, decision, trace, binding, _finish(guarded, op, binding))
+    run = _on_one_device(_finish(guarded, op, binding), op)
+    return Plan(op, decision, trace, binding, run, requests=tuple(requests))
+
+
+def name_at(made: Plan, op: AttentionOp) -> str:
+    """The candidate that a plan's requests choose for another op, "" where they can have none."""
+    mode = context.surrounding().autotune or settings().autotune
+    try:
+        return _decide_for_bucket(
+            op, made.requests, current(), "cached" if mode in ("on", "force") else mode
+        ).chosen.name
+    except NoBackendError:
+        return ""
+
+
+def _on_one_device(run: Run, op: AttentionOp) -> Run:
+    """The run with its own CUDA device current, where there are several: other libraries start on the current one."""
+    if op.device != "cuda" or op.traced or torch.cuda.device_count() < 2:
+        return run
+    index = torch.cuda.current_device()
+
+    def held(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+        with torch.cuda.device(index):
+            return run(q, k, v, t)
+
+    return held
 
 
 def _decide_for_bucket(op: AttentionOp, requests: tuple[Request, ...], registry: Registry, mode: str) -> Decision:
@@ -228,7 +253,8 @@ def bucket_decision(
     op: AttentionOp, requests: tuple[Request, ...], registry: Registry, measured: TunedLookup
 ) -> Decision:
     """What holds for the whole bucket of an op, before its own shape is looked at."""
-    return decide(op if requests else op.bucketed(), registry, requests, measured)
+    named = any(request.names for request in requests)  # who only bars something asks for nothing at this very shape
+    return decide(op if named else op.bucketed(), registry, requests, measured)
 
 
 def at_shape(
@@ -243,10 +269,13 @@ def at_shape(
     for name in names:
         candidate = rebuild(name, op, registry)
         if candidate is not None:
-            why = (
-                remembered.why if name == remembered.chosen.name else f"{names[0]} cannot run this shape of its bucket"
-            )
-            return replace(remembered, chosen=candidate, why=why)
+            if name == remembered.chosen.name:
+                return replace(remembered, chosen=candidate)
+            why = f"{names[0]} cannot run this shape of its bucket"
+            if name == names[0]:
+                why = f"measured; {remembered.chosen.name} was to run the shapes of its bucket that it cannot"
+            source = remembered.ranked_by if name in remembered.ranking else remembered.source
+            return replace(remembered, chosen=candidate, source=source, why=why)
     return decide(op, registry, requests, measured)
 
 
@@ -326,9 +355,8 @@ def _finish(run: Run, op: AttentionOp, binding: Binding) -> Run:
         out = form.unpack_out(raw.out)
         lse = None if raw.lse is None else form.unpack(raw.lse)
         weights = None if raw.weights is None else form.unpack(raw.weights)
-        if wants_lse and wants_weights:
-            return WithLseWeights(out, lse, weights)  # type: ignore[arg-type]
-        return WithLse(out, lse) if wants_lse else WithWeights(out, weights)  # type: ignore[arg-type]
+        wanted = [out, *([lse] if wants_lse else []), *([weights] if wants_weights else [])]
+        return named_results(wanted, wants_lse, wants_weights)  # type: ignore[arg-type]
 
     return finished
 

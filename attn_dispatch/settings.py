@@ -52,7 +52,7 @@ def settings() -> Settings:
 
     cache = os.environ.get("ATTN_DISPATCH_CACHE")
     cache_dir = Path(cache) if cache else platformdirs.user_cache_path("attn_dispatch")
-    mode = os.environ.get("ATTN_DISPATCH_AUTOTUNE", "cached")
+    mode = os.environ.get("ATTN_DISPATCH_AUTOTUNE") or "cached"
     if mode not in AUTOTUNE_MODES:
         known = ", ".join(AUTOTUNE_MODES)
         raise ConfigError(f"ATTN_DISPATCH_AUTOTUNE={mode!r} is no mode; there are {known}")

@@ -339,7 +339,13 @@ def test_a_wrong_file_is_named_with_entry_and_key(tmp_path: Path, name: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("a: [", "not YAML"), ("", "must be a mapping, got nothing"), ("- 1", "got list")]
+    ("text", "words"),
+    [
+        ("a: [", "not YAML"),
+        ('a: "\\U00110000"', "not YAML"),
+        ("", "must be a mapping, got nothing"),
+        ("- 1", "got list"),
+    ],
 )
 def test_a_file_that_is_no_workload_is_named(tmp_path, text, words):
     path = tmp_path / "w.yaml"

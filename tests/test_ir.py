@@ -34,6 +34,7 @@ from attn_dispatch.ir import (
 )
 from attn_dispatch.ir import atoms as atoms_of
 from attn_dispatch.ir.atoms import Causal, Full, KeyLengths, Window
+from attn_dispatch.ir.tensors import stride_class
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
 
@@ -393,3 +394,23 @@ def test_verify_names_the_rule_that_an_op_breaks(rule):
 
 def test_verify_accepts_a_valid_op():
     verify(plain_op())
+
+
+def test_rows_are_told_from_heads_that_lie_side_by_side_and_share_a_bucket():
+    """What a projection leaves is measured as it lies; the decision serves both."""
+    base = torch.randn(2, 5, 3, 8)
+    kinds = {
+        "rows": [base, base[:, :, :2], base[:, :1], base[..., :4], base[:, :, :1].transpose(1, 2)],
+        "bshd": [base.transpose(1, 2), torch.randn(2, 5, 9, 8)[:, :, 3:6].transpose(1, 2)],
+        "scattered": [base.transpose(-1, -2), base.permute(0, 2, 3, 1)],
+    }
+    for kind, tensors in kinds.items():
+        assert [stride_class(x) for x in tensors] == [kind] * len(tensors)
+    assert stride_class(base[:, :1].expand(2, 4, 3, 8)) == "rows"
+    x = TensorDesc((1, 2, 24, 8), "float32")
+    side_by_side = replace(x, strides="bshd")
+    ops = [AttentionOp(desc, desc, desc, scale=1.0) for desc in (x, side_by_side, replace(x, strides="scattered"))]
+    assert ops[0] != ops[1]
+    assert ops[0].bucketed() == ops[1].bucketed()
+    assert ops[0].bucketed() != ops[2].bucketed()
+    assert AttentionOp.from_dict(ops[1].to_dict()) == ops[1]

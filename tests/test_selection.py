@@ -284,6 +284,116 @@ def test_a_capability_is_checked_again_on_the_true_shape_of_a_bucket(install):
     assert "picky cannot run this shape of its bucket" in str(dispatch.plan(q, x(41), x(41)))
 
 
+def test_an_opened_route_does_not_skip_a_better_liked_candidate(install):
+    """The route of 41 and 42 was opened to the whole bucket with what runs there, and 48 got it too."""
+    picky, spare = Toy("picky", 1, Limit("Skv", multiple_of=8)), Toy("spare", 5)
+    install(picky, spare)
+    q = x(1)
+    for n in (41, 42, 43, 48, 49, 64):
+        dispatch.attention(q, x(n), x(n))
+    assert (picky.ran, spare.ran) == (2, 4)
+
+
+def test_lists_get_a_route_as_tuples_do(install):
+    """A list cannot be part of a key; each of its calls was described and compiled anew."""
+    toy = Toy("toy")
+    install(toy)
+    q = x(9)
+    for _ in range(5):
+        dispatch.attention(
+            q, q, q, backend=["toy", "other_toy"] if "other_toy" in registry.current().backends else ["toy"]
+        )
+        dispatch.attention(q, q, q, window=[2, 0])
+    assert (toy.compiled, toy.ran) == (2, 10)
+
+
+def test_a_type_error_of_a_kernel_is_raised_and_not_tried_again(install):
+    class Odd(Toy):
+        def compile(self, op: AttentionOp) -> Executable:
+            run = super().compile(op).run
+
+            def odd(q, k, v, t) -> Any:
+                result = run(q, k, v, t)
+                if self.ran > 1:
+                    raise TypeError("a kernel's own")
+                return result
+
+            return Executable(odd)
+
+    toy = Odd("toy")
+    install(toy)
+    q = x()
+    dispatch.attention(q, q, q)
+    with pytest.raises(TypeError, match="a kernel's own"):
+        dispatch.attention(q, q, q)
+    assert toy.ran == 2
+
+
+def test_a_request_that_only_bars_does_not_make_the_first_length_decide(install):
+    class Steep(Toy):
+        """Cheap for short keys, dear for long ones."""
+
+        def estimate(self, op: AttentionOp) -> Cost:
+            return Cost(launches=1.0 if op.Skv <= 20 else 100.0)
+
+    for lengths in ((18, 30), (30, 18)):
+        made = install(Steep("steep"), Toy("flat", 10), Toy("barred", 0.1))
+        names = []
+        for n in lengths:
+            op = dispatch.explain(x(n), x(n), x(n)).op
+            request = Request((), "pin a.yaml:1", require=False, avoid=("barred",))
+            names.append(plan_module._decide_for_bucket(op, (request,), made, "off").chosen.name)
+        assert names == ["flat", "flat"]
+
+
+def test_a_chain_that_cannot_run_says_why():
+    q = x(8)
+    for name in ("bands > sdpa_flash", "bands>sdpa_flash"):
+        with pytest.raises(NoBackendError) as said:
+            dispatch.attention(q, q, q, backend=name)
+        assert "its rewrites do not apply here" not in str(said.value)
+        assert said.value.refusals[name]
+
+
+# --- plans ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_made_without_gradients_refuses_tensors_that_want_one():
+    """A kernel without a backward lost the gradient without a word."""
+    q = x()
+    for name in ("onnxruntime", "sdpa_flash", "blocked"):
+        made = dispatch.plan(q, q, q, backend=name)
+        with pytest.raises(InputError, match="made without a gradient of query"):
+            made(q.clone().requires_grad_(), q, q)
+        with torch.no_grad():
+            assert made(q.clone().requires_grad_(), q, q).shape == q.shape
+    leaf = x().requires_grad_()
+    out = dispatch.plan(leaf, q, q)(leaf, q, q)
+    assert out.requires_grad
+
+
+def test_a_plan_refuses_strides_that_its_kernel_would_misread():
+    q = x(8, 8)
+    scattered = q.transpose(-1, -2).contiguous().transpose(-1, -2)
+    made = dispatch.plan(q, q, q, backend="sdpa_flash")
+    with pytest.raises(InputError, match="key with rows strides, got scattered"):
+        made(q, scattered, q)
+    assert made(q.transpose(1, 2).contiguous().transpose(1, 2), q, q).shape == q.shape
+
+
+def test_plan_and_explain_see_autocast_as_a_call_does():
+    q, half = x(), x().bfloat16()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert dispatch.explain(q, half, half).op.dtype == "bfloat16"
+        made = dispatch.plan(q, half, half)
+        assert made.op.dtype == "bfloat16"
+        want = dispatch.attention(q, half, half)
+        assert torch.equal(made(q, half, half), want)
+    assert want.dtype == torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16, enabled=False):
+        assert dispatch.plan(q, q, q).op.dtype == "float32"
+
+
 def test_a_backend_for_multiples_of_8_gets_no_other_head_dim(install):
     install(Toy("picky", 1, Limit("D", multiple_of=8)), Toy("spare", 5))
     assert [dispatch.plan(x(4, d), x(4, d), x(4, d)).name for d in (8, 12, 16)] == ["picky", "spare", "picky"]

@@ -227,6 +227,42 @@ def test_a_store_that_cannot_be_written_works_in_memory_and_says_so_once(where, 
 # --- many entries ----------------------------------------------------------------------------------------------------
 
 
+def test_entries_can_be_read_by_who_shares_the_folder(tmp_path):
+    before = os.umask(0o022)
+    try:
+        path = Store(tmp_path).put(entry_of(op_of()))
+    finally:
+        os.umask(before)
+    assert path is not None
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_what_may_not_be_read_is_not_called_invalid_and_removed(tmp_path, monkeypatch):
+    store = Store(tmp_path)
+    path = store.put(entry_of(op_of()))
+    assert path is not None
+    monkeypatch.setattr(
+        "attn_dispatch.selection.store._load", lambda _: (_ for _ in ()).throw(PermissionError(13, "no"))
+    )
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    assert store.clear(invalid_only=True) == 0
+    assert path.exists()
+
+
+@given(b=st.sampled_from([1, 2, 3]), sq=st.integers(1, 300), skv=st.integers(1, 300), offset=st.integers(-300, 300))
+def test_a_bucket_is_a_fixed_point_for_any_offset(b, sq, skv, offset):
+    op = op_of(b=b, sq=sq, skv=skv, mask=Causal(), q_offset=offset).bucketed()
+    assert op.bucketed() == op
+
+
+def test_each_step_over_a_static_cache_is_not_a_bucket_of_its_own():
+    """At lengths that are powers of two the offset was not bucketed."""
+    keys = {op_of(sq=1, skv=2048, mask=Causal(), q_offset=i).bucketed() for i in range(1, 2048)}
+    assert len(keys) <= 13
+    near = op_of(sq=1, skv=2000, mask=Causal(), q_offset=100).bucketed()
+    assert near == op_of(sq=1, skv=2048, mask=Causal(), q_offset=100).bucketed()
+
+
 def test_clear_removes_entries_leftovers_and_what_was_set_aside(tmp_path):
     store = Store(tmp_path)
     path = store.put(entry_of(op_of()))

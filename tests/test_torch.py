@@ -200,6 +200,37 @@ def test_the_gradient_of_dropout_in_a_compiled_call_drops_what_the_forward_dropp
     torch.testing.assert_close((moved - out).sum(), (found * step).sum(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_results_have_their_names_in_a_compiled_and_an_exported_call(backend):
+    """They were plain tuples there, and `result.lse` failed."""
+
+    class Both(torch.nn.Module):
+        def forward(self, x):
+            both = dispatch.attention(x, x, x, return_lse=True, return_weights=True, backend=backend)
+            one = dispatch.attention(x, x, x, return_weights=True, backend=backend)
+            return both.out + both.lse[..., None], one.weights
+
+    q = torch.randn(1, 2, 6, 8)
+    want = Both()(q)
+    exported = torch.export.export(Both(), (q,), strict=False).module()
+    for run in (torch.compile(Both(), backend="aot_eager"), exported):
+        for x, y in zip(run(q), want, strict=True):
+            torch.testing.assert_close(x, y)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 4])
+@pytest.mark.parametrize("rank", [None, 3, 4])
+def test_replace_sdpa_takes_what_torch_takes(kv_heads, rank):
+    """A single kv head, which torch broadcasts without enable_gqa, and masks of rank 3: models have both."""
+    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, kv_heads, 5, 8)
+    keep = None if rank is None else (torch.rand(*([1] * (rank - 3)), 4, 5, 5) < 0.7) | torch.eye(5, dtype=torch.bool)
+    want = F.scaled_dot_product_attention(q, k, k, keep)
+    with dispatch.replace_sdpa():
+        torch.testing.assert_close(F.scaled_dot_product_attention(q, k, k, keep), want)
+    with pytest.raises(InputError, match="query has 4 heads and key 2"), dispatch.replace_sdpa():
+        F.scaled_dot_product_attention(q, q[:, :2], q[:, :2])
+
+
 @pytest.mark.parametrize("call", [{"return_lse": True}, {"return_weights": True}, {"window": (2, 0)}], ids=str)
 @pytest.mark.parametrize("shapes", [((3, 2, 4, 5, 8), (3, 2, 4, 7, 8)), ((1, 4, 5, 8), (2, 4, 7, 8))], ids=str)
 def test_a_compiled_call_knows_the_shapes_of_its_results(call, shapes):

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,42 @@ def test_a_second_run_measures_nothing_and_brings_the_file_up_to_date(machine):
     run("tune", str(captured(machine / "c.yaml", 300)), "-o", "attn_dispatch.yaml")
     assert len(yaml.safe_load((machine / "attn_dispatch.yaml").read_text())["tuned"]) == 3
     assert "1 ops, 0 from the store" in run("tune", str(machine / "a.yaml"), "--force")
+
+
+def test_a_candidate_that_is_new_or_mended_is_measured_again(machine, monkeypatch):
+    """What is in the store hid a plugin that was installed since."""
+    workload = str(captured(machine / "w.yaml", 24))
+    run("tune", workload)
+    store = Store(machine / "cache")
+    ((path, entry),) = store.entries()
+    assert "1 from the store" in run("tune", workload)
+    for changed in (
+        replace(entry, records=tuple(r for r in entry.records if r.name != "eager")),
+        replace(entry, records=tuple(replace(r, status="crashed", version="older") if r.name == "eager" else r
+                                     for r in entry.records)),
+        replace(entry, ranking=()),
+    ):  # fmt: skip
+        path.write_text(json.dumps(changed.to_dict()))
+        again()
+        assert "0 from the store" in run("tune", workload)
+        assert "1 from the store" in run("tune", workload)
+
+
+def test_what_others_write_into_the_lock_file_meanwhile_is_kept(machine, monkeypatch):
+    out = machine / "attn_dispatch.yaml"
+    run("tune", str(captured(machine / "a.yaml", 100)), "-o", "other.yaml")
+    other = (machine / "other.yaml").read_text()
+
+    def meanwhile(op: Any, *rest: Any) -> Any:
+        out.write_text(other)
+        return tune(op, *rest)
+
+    again()
+    monkeypatch.setattr("attn_dispatch.cli.tune.tune_together", meanwhile)
+    run("tune", str(captured(machine / "b.yaml", 24)), "-o", str(out))
+    lengths = [entry["op"]["query"]["shape"][2] for entry in yaml.safe_load(out.read_text())["tuned"]]
+    assert sorted(lengths) == [24, 100]
+    assert not list(machine.glob("*.unfinished"))
 
 
 def test_ctrl_c_keeps_what_is_done(machine, monkeypatch):

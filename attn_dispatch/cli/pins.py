@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -174,7 +175,7 @@ def differences(a: Path, b: Path) -> list[Difference]:
     found += [Difference("changed", key, wishes[0][key], wishes[1][key]) for key in changed]
     if both != [key for key in wishes[1] if key in wishes[0]]:
         found.append(Difference("other order", "pins that both have stand in another order; the first match decides"))
-    tuned = [{_key(entry): entry for entry in file.tuned} for file in files]
+    tuned = _by_op([file.tuned for file in files])
     found += _sides(*({k: _times(e, [e["use"][0]]) for k, e in entries.items()} for entries in tuned))
     for key in (key for key in tuned[0] if key in tuned[1]):
         winners = [entries[key]["use"][0] for entries in tuned]
@@ -189,14 +190,30 @@ def _sides(a: dict[str, str], b: dict[str, str]) -> list[Difference]:
     return found + [Difference("only in B", key, b=text) for key, text in b.items() if key not in a]
 
 
-def _key(entry: dict[str, Any]) -> str:
-    """The op of a tuned entry in one line; its description where this version cannot read it."""
+def _by_op(files: Sequence[Sequence[dict[str, Any]]]) -> list[dict[str, dict[str, Any]]]:
+    """Each file's entries by their op in one line, with its digest where ops differ in what the line does not say."""
+    keys = [[_key(entry) for entry in entries] for entries in files]
+    digests: dict[str, set[str]] = {}
+    for text, digest in {pair for pairs in keys for pair in pairs}:
+        digests.setdefault(text, set()).add(digest)
+    return [
+        {
+            text if len(digests[text]) == 1 else f"{text}  {digest}": entry
+            for (text, digest), entry in zip(pairs, entries, strict=True)
+        }
+        for pairs, entries in zip(keys, files, strict=True)
+    ]
+
+
+def _key(entry: dict[str, Any]) -> tuple[str, str]:
+    """The op of a tuned entry in one line and its digest; its description where this version cannot read it."""
     from attn_dispatch.ir.ops import AttentionOp
 
     try:
-        return f"op: {AttentionOp.from_dict(entry['op'])}"
+        op = AttentionOp.from_dict(entry["op"])
+        return f"op: {op}", op.bucketed().digest()
     except (KeyError, TypeError, ValueError, AttributeError, IndexError):
-        return f"op: {json.dumps(entry['op'], sort_keys=True, default=str)}"
+        return f"op: {json.dumps(entry['op'], sort_keys=True, default=str)}", ""
 
 
 def _times(entry: dict[str, Any], names: list[str]) -> str:

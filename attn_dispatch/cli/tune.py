@@ -19,14 +19,14 @@ from rich.table import Table
 from attn_dispatch.capture import Use, Workload
 from attn_dispatch.errors import InputError, NoBackendError
 from attn_dispatch.ir.ops import AttentionOp
-from attn_dispatch.registry import current
+from attn_dispatch.registry import Registry, current
 from attn_dispatch.selection.decide import ranked
 from attn_dispatch.selection.environment import Environment, environment
 from attn_dispatch.selection.lock import entry_dict, lock_dict, read_lock, write_lock
 from attn_dispatch.selection.ranks import tune_together
 from attn_dispatch.selection.store import Entry
 from attn_dispatch.selection.tuned import stale, store
-from attn_dispatch.selection.tuner import Effort, Session
+from attn_dispatch.selection.tuner import Effort, Session, version_of
 
 __all__ = ["Outcome", "hardware_of", "provenance_of", "run", "tune_uses"]
 
@@ -61,7 +61,8 @@ def run(files: Sequence[Path], out: Path | None, effort: Effort, force: bool, de
     if out is not None and len(kinds) > 1:
         raise InputError(f"-o {out} is one file for one machine kind, and the ops are for {', '.join(kinds)}")
     place = environment(kinds[0])
-    existing = read_lock(out, hardware_of(place)) if out is not None and out.exists() else []
+    if out is not None and out.exists():
+        read_lock(out, hardware_of(place))  # what must not be written over is named before the work
     start = time.perf_counter()
     outcome = tune_uses(uses, Session(effort), force, console)
     seconds = time.perf_counter() - start
@@ -73,6 +74,7 @@ def run(files: Sequence[Path], out: Path | None, effort: Effort, force: bool, de
     if out is not None and outcome.entries:
         fresh = [entry_dict(entry, use.layers, use.count) for entry, use in outcome.entries if entry.ranking]
         digests = {entry["digest"] for entry in fresh}
+        existing = read_lock(out, hardware_of(place)) if out.exists() else []  # as others left it meanwhile
         kept = [entry for entry in existing if entry.get("digest") not in digests]
         by = " ".join(["attn-dispatch tune", *(str(file) for file in files)])
         write_lock(out, lock_dict([*kept, *fresh], hardware_of(place), provenance_of(by, place, seconds)))
@@ -94,7 +96,7 @@ def tune_uses(uses: Sequence[Use], session: Session, force: bool, console: Conso
             for use in uses:
                 progress.update(task, description=_short(use.op))
                 known = store().get(use.op)
-                if isinstance(known, Entry) and not force and not stale(known.records, registry):
+                if isinstance(known, Entry) and not force and _serves(known, registry, session.effort):
                     outcome.entries.append((known, use))
                     outcome.reused += 1
                 else:
@@ -103,6 +105,23 @@ def tune_uses(uses: Sequence[Use], session: Session, force: bool, console: Conso
         except KeyboardInterrupt:
             outcome.interrupted = True
     return outcome
+
+
+def _serves(entry: Entry, registry: Registry, effort: Effort) -> bool:
+    """Whether measuring again finds nothing new: somebody passed, and nobody is new, mended, or allowed only now."""
+    if not entry.ranking or stale(entry.records, registry):
+        return False
+    for candidate, _ in ranked(entry.measured, registry)[0]:
+        record = entry.record(candidate.name)
+        if record is None:
+            return False
+        if record.status not in ("ok", "pruned") and record.version != version_of(candidate.name, registry):
+            return False
+        compile_s, backend = candidate.backend.compile_s, candidate.backend.name
+        tried = any(r.status != "pruned" and r.name.split(" > ")[-1] == backend for r in entry.records)
+        if 0 < compile_s <= effort.compile_s and not tried:
+            return False
+    return True
 
 
 def _tune_one(use: Use, session: Session, outcome: Outcome) -> None:

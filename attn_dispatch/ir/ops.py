@@ -255,14 +255,14 @@ class AttentionOp:
 
     def _at_bucket(self) -> AttentionOp:
         b, sq, skv = bucket(self.B), bucket(self.Sq), bucket(self.Skv)
-        if (b, sq, skv) == (self.B, self.Sq, self.Skv):
-            return self
         if (sq == skv) != (self.Sq == self.Skv):  # square and rectangular never share a bucket
             skv = skv * 2 if self.Skv > self.Sq else skv
             sq = sq * 2 if self.Sq > self.Skv else sq
         offset = self.q_offset
-        if isinstance(offset, int) and offset not in (0,):
-            offset = END if offset == self.Skv - self.Sq else bucket(offset) if offset > 0 else -bucket(-offset)
+        if isinstance(offset, int) and offset != 0:
+            at_end = offset == self.Skv - self.Sq
+            offset = bucket(offset) if offset > 0 else -bucket(-offset)
+            offset = END if at_end or offset == skv - sq else offset  # once in its bucket, an op stays there
         return replace(self.resized(b, sq, skv), q_offset=offset)
 
     def to_dict(self) -> dict[str, Any]:

@@ -64,6 +64,7 @@ class Decision:
         refused: reasons by candidate name; rewrites that do not apply stand under their own name.
         notes: preferences that could not be met.
         ranking: names as the tuner ranks them, best first; those that are barred left out. measured_us: their medians.
+        ranked_by: the source of the ranking, ``"tuned"``, with the file when it is a lock file.
     """
 
     chosen: Candidate
@@ -74,6 +75,7 @@ class Decision:
     notes: tuple[str, ...] = ()
     ranking: tuple[str, ...] = ()
     measured_us: Mapping[str, float] = field(default_factory=dict, compare=False)
+    ranked_by: str = ""
 
 
 # What was measured for an op, best first; None for a miss. `attn_dispatch.selection.tuned` answers.
@@ -151,7 +153,7 @@ def decide(
         if found is not None:
             why = f"asked for by {request.source}"
             return Decision(found, request.source, why, tuple(legal), refused, tuple(notes))
-        reasons = {n: refused.get(n, ()) for n in request.names}
+        reasons = {n: _reasons_for(n, refused, registry) for n in request.names}
         if request.require:
             raise NoBackendError(_report(op, request, reasons, legal), {n: list(r) for n, r in reasons.items()})
         if request.names:
@@ -162,6 +164,9 @@ def decide(
         alone = {n: r for n, r in refused.items() if ">" not in n}
         raise NoBackendError(_report(op, None, alone, legal), {n: list(r) for n, r in refused.items()})
     measured = tuned(op) if tuned is not None else None
+    if measured is not None and measured.wrong:  # nobody asked for them by name
+        legal, barred = _without_wrong(measured, legal)
+        refused |= barred
     found, source, why = legal[0][0], "heuristic", f"lowest estimate, {legal[0][1]:.0f} us"
     if measured is None:
         return Decision(found, source, why, tuple(legal), refused, tuple(notes))
@@ -171,7 +176,8 @@ def decide(
     if name := next((name for name in ranking if name in by_name), None):
         why = measured.why if name == measured.names[0] else f"{measured.names[0]} cannot run it; next measured"
         found, source = by_name[name], measured.source
-    return Decision(found, source, why, tuple(legal), refused, tuple(notes), ranking, measured.measured_us)
+    by = measured.source
+    return Decision(found, source, why, tuple(legal), refused, tuple(notes), ranking, measured.measured_us, by)
 
 
 def _without(
@@ -181,6 +187,17 @@ def _without(
     why: tuple[Reason, ...] = (Reason("barred", "avoid", text=f"barred by {request.source}"),)
     barred = {c.name: why for c, _ in legal if c.name in request.avoid or c.backend.name in request.avoid}
     return [(c, us) for c, us in legal if c.name not in barred], barred
+
+
+def _without_wrong(
+    measured: Tuned, legal: Sequence[tuple[Candidate, float]]
+) -> tuple[list[tuple[Candidate, float]], dict[str, tuple[Reason, ...]]]:
+    """The legal candidates without those that a measurement found wrong, unless there are no others."""
+    kept = [(c, us) for c, us in legal if c.name not in measured.wrong]
+    if not kept:
+        return list(legal), {}
+    why = (Reason("barred", "measured", text=f"it was found wrong when it was measured ({measured.source})"),)
+    return kept, {c.name: why for c, _ in legal if c.name in measured.wrong}
 
 
 def _matching(name: str, legal: Sequence[tuple[Candidate, float]], registry: Registry) -> Candidate | None:
@@ -193,6 +210,13 @@ def _matching(name: str, legal: Sequence[tuple[Candidate, float]], registry: Reg
     if rewrites:
         return None
     return next((c for c, _ in legal if c.backend.name == backend), None)
+
+
+def _reasons_for(name: str, refused: Mapping[str, tuple[Reason, ...]], registry: Registry) -> tuple[Reason, ...]:
+    """Why a name cannot run: the chain's own reasons, else those of its first rewrite that does not apply."""
+    rewrites, backend = parse_name(name, registry)
+    keys = (" > ".join((*rewrites, backend)), *(f"{rewrite} >" for rewrite in rewrites))
+    return next((refused[key] for key in keys if key in refused), ())
 
 
 def _warn_once(text: str) -> None:

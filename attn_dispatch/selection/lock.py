@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 from attn_dispatch.errors import InputError
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.registry import current
 from attn_dispatch.registry.discover import on_reset
 from attn_dispatch.selection.pins import current_pins
 from attn_dispatch.selection.store import Entry, Record
@@ -51,7 +53,8 @@ def locked() -> tuple[LockEntry, ...]:
     global _locked
     pins = current_pins()
     if _locked is None or _locked[0] is not pins:
-        shipped = {str(path) for path in settings().shipped}
+        # nobody here chose those of plugins either
+        shipped = {str(path) for path in (*settings().shipped, *getattr(current(), "configs", ()))}
         _locked = (pins, tuple(parse_lock(entry, entry.get("file") in shipped) for entry in pins.tuned))
     return _locked[1]
 
@@ -64,7 +67,7 @@ def parse_lock(data: Mapping[str, Any], shipped: bool = False) -> LockEntry:
         Record(name, "ok", medians.get(name), spreads.get(name), errors.get(name, {}), versions.get(name, ""))
         for name in data["use"]
     ]
-    records += [Record(name, "wrong", note=note) for name, note in refused.items()]
+    records += [Record(name, note.partition(": ")[0], note=note.partition(": ")[2]) for name, note in refused.items()]
     op = AttentionOp.from_dict(data["op"])
     where = data.get("where", "a lock file")
     return LockEntry(op.bucketed(), tuple(data["use"]), tuple(records), data.get("why", ""), where, shipped)
@@ -114,7 +117,7 @@ def read_lock(path: Path, hardware: Mapping[str, Any]) -> list[dict[str, Any]]:
     try:
         text = path.read_text(encoding="utf-8")
         data = yaml.safe_load(text) or {}
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, OverflowError, yaml.YAMLError) as error:
         raise InputError(f"{path} is no lock file: {error}", remedy="give -o another name") from None
     remedy = "give -o another name; several files merge"
     if not isinstance(data, dict) or (data and data.get("schema") != 1):
@@ -132,7 +135,7 @@ def read_lock(path: Path, hardware: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 def write_lock(path: Path, data: Mapping[str, Any]) -> None:
     """Write a lock file, whole or not at all."""
-    unfinished = path.with_name(path.name + ".unfinished")
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(6)}.unfinished")
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished.write_text(yaml_text(data), encoding="utf-8")
     unfinished.replace(path)

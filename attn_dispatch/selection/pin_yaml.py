@@ -107,6 +107,8 @@ def read_document(name: str, raw: bytes) -> Document:
         )
     except RecursionError:
         document.say(1, 1, "it is nested too deeply to be read")
+    except (ValueError, OverflowError) as error:  # an escape or a number that PyYAML takes and Python does not
+        document.say(1, 1, f"it holds a value that cannot be read: {error}")
     return document
 
 

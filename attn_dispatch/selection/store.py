@@ -17,7 +17,7 @@ import contextlib
 import itertools
 import json
 import os
-import tempfile
+import secrets
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -247,7 +247,11 @@ class Store:
 
     def clear(self, invalid_only: bool = False) -> int:
         """Remove entries, and what killed writers left; returns how many files went."""
-        gone = [path for path, found in self.entries() if isinstance(found, Miss) or not invalid_only]
+        gone = [
+            path
+            for path, found in self.entries()
+            if not invalid_only or (isinstance(found, Miss) and os.access(path, os.R_OK))  # unreadable is not invalid
+        ]
         if self.root is not None:
             leftovers = (f"*/*{_UNFINISHED}", f"*/*{_ASIDE}*")
             gone += [p for pattern in leftovers for p in sorted((self.root / _FOLDER).glob(pattern))]
@@ -303,9 +307,9 @@ def _set_invalid_aside(path: Path) -> None:
 
 def _publish(path: Path, text: str) -> None:
     """Write a file so that it is there whole or not at all; the temporary lies beside it, so that replace is atomic."""
-    handle, name = tempfile.mkstemp(prefix=f"{path.stem}.", suffix=_UNFINISHED, dir=path.parent)
+    name = path.with_name(f"{path.stem}.{secrets.token_hex(6)}{_UNFINISHED}")
     try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
+        with open(name, "x", encoding="utf-8") as file:  # with the user's umask, so that a shared folder can be shared
             file.write(text + "\n")
             file.flush()
             os.fsync(file.fileno())

@@ -16,7 +16,7 @@ measured on a machine like this.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -38,17 +38,20 @@ class Tuned:
 
     Args:
         names: candidates, best first. why: the choice in one line. source: ``"tuned"``, with the file when it is a lock
-            file. measured_us: medians by name.
+            file. measured_us: medians by name. wrong: who was found wrong, or took its process down.
     """
 
     names: tuple[str, ...]
     why: str
     source: str = "tuned"
     measured_us: Mapping[str, float] = field(default_factory=dict, hash=False)
+    wrong: tuple[str, ...] = ()
 
 
 _store: Store | None = None
-_forced: set[str] = set()  # what `force` has measured in this process
+_forced: set[str] = set()  # digests that were measured in this process
+_agreed: dict[str, Tuned] = {}  # by digest: what the ranks agreed on, whatever each of them has in its files
+_BAD = ("wrong", "crashed", "timeout")
 _said: set[str] = set()
 on_change: list[Callable[[], None]] = []  # caches of decisions add their clear function: a new entry may change them
 
@@ -65,6 +68,7 @@ def _forget() -> None:
     global _store
     _store = None
     _forced.clear()
+    _agreed.clear()
     _said.clear()
 
 
@@ -74,17 +78,29 @@ on_reset.append(_forget)
 def find(op: AttentionOp, registry: Registry) -> Tuned | Miss:
     """What lock files and the store say of an op; measures nothing and never raises."""
     locked = _locked(op, registry, shipped=False)
-    if locked is not None:
+    if (
+        locked is not None and op.bucketed().digest() not in _forced
+    ):  # what was measured on purpose, here and now, counts
         return locked
     found = store().get(op)
     if isinstance(found, Entry):
+        if not found.ranking:
+            return Miss(("no candidate passed when it was measured", *(f"{r.name}: {r.note}" for r in found.records)))
         problem = stale(found.records, registry)
         if not problem:
-            return Tuned(found.ranking, f"{found.why} (measured {found.when[:10]})", "tuned", _medians(found.records))
+            return _tuned(found, f"{found.why} (measured {found.when[:10]})")
         _warn_once(f"a tuned entry is not used: {problem}. Tune again: attn-dispatch tune, or autotune='on' ({op})")
         found = Miss((problem,))
-    shipped = _locked(op, registry, shipped=True)
+    shipped = locked or _locked(op, registry, shipped=True)
     return shipped if shipped is not None else found
+
+
+def _tuned(entry: Entry, why: str) -> Tuned:
+    return Tuned(entry.ranking, why, "tuned", _medians(entry.records), _bad(entry.records))
+
+
+def _bad(records: Sequence[Record]) -> tuple[str, ...]:
+    return tuple(record.name for record in records if record.status in _BAD)
 
 
 def may_choose() -> bool:
@@ -109,11 +125,13 @@ def look_up(op: AttentionOp, registry: Registry, mode: str) -> Tuned | None:
     """
     if mode == "off" or op.traced:
         return None
-    if mode == "force" and op.bucketed().digest() not in _forced and _may_measure(op):
+    digest = op.bucketed().digest()
+    if mode == "force" and digest not in _forced and _may_measure(op):
         return _measure(op, registry)
     found = find(op, registry)
-    if mode in ("on", "force") and _may_measure(op) and has_ranks():  # what one rank knows, another may not
-        return _measure(op, registry, found.names if isinstance(found, Tuned) else ())
+    if mode in ("on", "force") and has_ranks() and (digest in _agreed or _may_measure(op)):
+        # what one rank knows, another may not; asked once, since a new result makes all others be looked up again
+        return _agreed.get(digest) or _measure(op, registry, found.names if isinstance(found, Tuned) else ())
     if isinstance(found, Tuned):
         return found
     if mode == "assert":
@@ -121,7 +139,8 @@ def look_up(op: AttentionOp, registry: Registry, mode: str) -> Tuned | None:
         lines = "\n".join(f"  {reason}" for reason in why.reasons)
         remedy = "attn-dispatch tune WORKLOAD, or dispatch.use(autotune='on')"
         raise NotTunedError(f"autotune='assert', and nothing usable was measured for {op}\n{lines}\n  try  {remedy}")
-    return _measure(op, registry) if mode in ("on", "force") and _may_measure(op) else None
+    fresh = digest not in _forced  # one for which nobody passed is not measured again and again
+    return _measure(op, registry) if mode in ("on", "force") and fresh and _may_measure(op) else None
 
 
 def has_ranks() -> bool:
@@ -139,7 +158,8 @@ def _may_measure(op: AttentionOp) -> bool:
 def _measure(op: AttentionOp, registry: Registry, known: tuple[str, ...] = ()) -> Tuned | None:
     from attn_dispatch.selection.ranks import tune_together
 
-    _forced.add(op.bucketed().digest())
+    digest = op.bucketed().digest()
+    _forced.add(digest)
     try:
         entry = tune_together(op, registry, known=known)
     except Exception as error:  # noqa: BLE001 - a measurement that fails must not stop the call that asked for it
@@ -148,13 +168,15 @@ def _measure(op: AttentionOp, registry: Registry, known: tuple[str, ...] = ()) -
     if entry is None:
         return None
     if not entry.when:  # agreed on by the ranks, not measured by them now
-        return Tuned(entry.ranking, entry.why, "ranks")
-    store().put(entry)
-    for forget in on_change:
-        forget()
-    return (
-        Tuned(entry.ranking, f"{entry.why} (measured now)", "tuned", _medians(entry.records)) if entry.ranking else None
-    )
+        found = Tuned(entry.ranking, entry.why, "ranks")
+    else:
+        store().put(entry)
+        for forget in on_change:
+            forget()
+        found = _tuned(entry, f"{entry.why} (measured now)")
+    if has_ranks():
+        _agreed[digest] = found
+    return found if found.names else None
 
 
 def stale(records: tuple[Record, ...], registry: Registry) -> str:
@@ -164,8 +186,8 @@ def stale(records: tuple[Record, ...], registry: Registry) -> str:
     for record in records:
         parts = record.name.split(" > ")
         here = parts[-1] in registry.backends and all(p in registry.rewrites for p in parts[:-1])
-        if record.status == "ok" and here and record.version != version_of(record.name, registry):
-            now = version_of(record.name, registry)
+        stated = record.status == "ok" and here and record.version  # a person's entry may leave versions out
+        if stated and record.version != (now := version_of(record.name, registry)):
             return f"{record.name} was measured with {record.version}, here is {now}"
     return ""
 
@@ -183,7 +205,8 @@ def _locked(op: AttentionOp, registry: Registry, shipped: bool) -> Tuned | None:
             continue
         problem = stale(entry.records, registry)
         if not problem:
-            return Tuned(entry.ranking, entry.why, f"tuned {entry.where}", _medians(entry.records))
+            source = f"tuned {entry.where}"
+            return Tuned(entry.ranking, entry.why, source, _medians(entry.records), _bad(entry.records))
         if not shipped:  # nobody here asked for those that come with the package
             _warn_once(f"{entry.where} is not used: {problem}. Tune again: attn-dispatch tune")
     return None

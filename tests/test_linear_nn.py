@@ -8,8 +8,11 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from attn_dispatch import InputError, nn, variants
+from attn_dispatch.nn.linear_modes import rotate
+from attn_dispatch.nn.per_device import PerDevice
 
 E, H, T = 32, 4, 40
 
@@ -192,6 +195,73 @@ def test_lengths_of_a_context_are_those_of_its_keys_alone():
     lengths = torch.tensor([4, 12])
     out = layer(x, context, is_causal=True, lengths=lengths)
     close(out[:1], layer(x[:1], context[:1, :4], is_causal=True), 1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, *MODES])
+def test_a_context_of_the_length_of_x_is_still_a_context(options):
+    """Whose lengths they are was told by the sizes, which may be equal by chance."""
+    torch.manual_seed(0)
+    layer = nn.LinearAttention(E, H, dtype=torch.float64)
+    x, context = tokens(12, torch.float64), tokens(13, torch.float64)[:, 1:]
+    out = layer(x, context, is_causal=True, lengths=torch.tensor([4, 12]), **options)
+    close(out[:1], layer(x[:1], context[:1, :4], is_causal=True), 1e-10)
+
+
+def test_the_rotation_of_a_float64_layer_is_float64():
+    """Angles were float32: at a late position off by 1e-3."""
+    x, at = torch.randn(1, 2, 3, 8, dtype=torch.float64), torch.tensor([[100_000, 100_001, 100_002]])
+    angle = at[0, :, None].double() / 10000.0 ** (torch.arange(4).double() / 3)
+    pairs = torch.view_as_complex(x.unflatten(-1, (4, 2))) * torch.polar(torch.ones_like(angle), angle)
+    close(rotate(x, at), torch.view_as_real(pairs).flatten(-2), 1e-10)
+
+
+@pytest.mark.parametrize("options", [{}, *MODES])
+def test_no_sequences_are_no_output(layer, options):
+    """mode="chunk" asked for a backend that takes none."""
+    out, state = layer(tokens(dtype=torch.float64)[:0], return_state=True, **options)
+    assert out.shape == (0, T, E)
+    assert state.S.shape[0] == 0
+
+
+@pytest.mark.parametrize("decay", [None, torch.tensor([0.5, 0.25])], ids=["its own", "given"])
+def test_a_layer_made_on_meta_has_its_decay(decay):
+    torch.manual_seed(0)
+    layer = nn.Retention(16, 2, decay=decay)
+    with torch.device("meta"):
+        other = nn.Retention(16, 2, decay=decay)
+    other.to_empty(device="cpu").load_state_dict(layer.state_dict())
+    x = torch.randn(1, 5, 16)
+    close(other(x), layer(x), 0.0)
+    assert layer.to("meta")(x.to("meta")).is_meta
+    with pytest.raises(InputError, match="decay is on meta, where it has no values"):
+        nn.Retention(16, 2, decay=torch.ones(2, device="meta"))
+
+
+def test_a_table_goes_with_its_module_and_keeps_no_stand_in_of_a_tracer():
+    table, far = PerDevice(torch.ones(2)), torch.device("meta")
+    with FakeTensorMode(allow_non_fake_inputs=True):  # as torch.export has it
+        assert isinstance(table.on(far), FakeTensor)
+    table.follow(lambda x: x.to(far))
+    assert type(table.on(far)) is torch.Tensor
+    assert table.on(far) is table.on(far)
+    with torch.inference_mode():
+        made = PerDevice(torch.ones(2), device=far)
+    assert not made.table.is_inference()
+    assert not made.on(far).is_inference()
+    layer = nn.Retention(16, 2).share_memory().bfloat16()
+    assert torch.equal(layer.decay, variants.retention_decay(2))
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_decay_given_on_a_gpu_serves_the_cpu_and_training_after_inference():
+    layer = nn.Retention(16, 2, decay=torch.tensor([0.5, 0.25], device="cuda"))
+    x = torch.randn(1, 5, 16)
+    want = layer(x)
+    layer.cuda()
+    with torch.inference_mode():
+        close(layer(x.cuda()).cpu(), want)
+    layer(x.cuda()).sum().backward()
 
 
 @pytest.mark.parametrize("options", [{"mode": "recurrent"}, {"mode": "chunk", "chunk_size": 4}])

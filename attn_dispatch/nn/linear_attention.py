@@ -100,7 +100,13 @@ class LinearAttention(nn.Module):
                 raise InputError("rotary with a context: its keys have no position beside x", remedy="rotary=False")
             at = positions_after(state, x.shape[1], x.device)
             q, k = rotate(q, at), rotate(k, at)
-        run = {"mode": mode, "chunk_size": chunk_size, "is_causal": causal, "lengths": lengths}
+        run = {
+            "mode": mode,
+            "chunk_size": chunk_size,
+            "is_causal": causal,
+            "is_self": context is None,
+            "lengths": lengths,
+        }
         out, after = attend(q, k, v, self.variant, state=state, return_state=return_state, **run)  # type: ignore[arg-type]
         out = self.out_proj(out.transpose(1, 2).flatten(2))
         return WithState(out, after) if after is not None else out

@@ -25,6 +25,7 @@ def attend(
     mode: str = "auto",
     chunk_size: int | None = None,
     is_causal: bool = True,
+    is_self: bool = True,
     lengths: torch.Tensor | None = None,
     state: LinearState | None = None,
     return_state: bool = False,
@@ -37,7 +38,8 @@ def attend(
     Args:
         mode: ``"auto"`` leaves it to the dispatcher; ``"parallel"`` writes out all pairs; ``"chunk"`` carries a state
             from chunk to chunk, of ``chunk_size`` tokens when given; ``"recurrent"`` goes token by token.
-        lengths: true lengths ``[B]`` of a right-padded batch; rows beyond are 0 when causal.
+        is_self: whether queries and keys are of one sequence; those of a context may have its length by chance.
+        lengths: true lengths ``[B]`` of right-padded keys; of one sequence, rows beyond are 0 when causal.
         state, return_state: as in `dispatch.attention`.
 
     Returns:
@@ -55,22 +57,21 @@ def attend(
         raise InputError(f"mode={mode!r} goes through the tokens in order, so it needs is_causal=True")
     if mode == "parallel":
         options["backend"] = "eager"
-    elif mode == "chunk" and q.shape[2]:  # of nothing there are no chunks
+    elif mode == "chunk" and q.shape[0] and q.shape[2]:  # of nothing there are no chunks
         options["backend"] = "linear"
     t = q.shape[2]
     if step is not None and t != k.shape[2]:
         problem = f"mode={mode!r} goes through queries and keys together, and there are {t} and {k.shape[2]}"
         raise InputError(problem, remedy="mode='auto' or 'parallel' for a context")
     if step is None or t == 0:
-        own = is_causal and q.shape[2] == k.shape[2]  # of a context they are the keys' alone
-        options |= {"key_lengths": lengths, "query_lengths": lengths if own else None}
+        options |= {"key_lengths": lengths, "query_lengths": lengths if is_causal and is_self else None}
         return _call(q, k, v, variant, is_causal, state, return_state, options)
     outs = []
     for lo in range(0, t, step):
         hi = min(lo + step, t)
         if lengths is not None:
             left = (lengths - lo).clamp(0, hi - lo)
-            options |= {"key_lengths": left, "query_lengths": left}
+            options |= {"key_lengths": left, "query_lengths": left if is_self else None}
         piece = [x[:, :, lo:hi] for x in (q, k, v)]
         out, state = _call(piece[0], piece[1], piece[2], variant, True, state, return_state or hi < t, options)
         outs.append(out)
@@ -110,6 +111,7 @@ def rotate(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         x: ``[B, H, T, D]``, D even. positions: ``[B | 1, T]``.
     """
     half = x.shape[-1] // 2
-    speed = 10000.0 ** -torch.linspace(0, 1, half, device=x.device)
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+    speed = 10000.0 ** -torch.linspace(0, 1, half, device=x.device, dtype=wide)
     angle = positions[:, None, :, None] * speed
     return turn_pairs(x, angle.cos().to(x.dtype), angle.sin().to(x.dtype), interleaved=True)

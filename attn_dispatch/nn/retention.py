@@ -11,6 +11,7 @@ from torch import nn
 from attn_dispatch import variants
 from attn_dispatch.errors import InputError
 from attn_dispatch.nn.linear_modes import attend, positions_after, rotate
+from attn_dispatch.nn.per_device import PerDevice
 from attn_dispatch.variants import LinearState, WithState, retention_decay
 
 __all__ = ["Retention"]
@@ -65,18 +66,26 @@ class Retention(nn.Module):
         if rotary and embed_dim // num_heads % 2:
             raise InputError(f"rotary turns pairs of features: head size must be even, got {embed_dim // num_heads}")
         self.num_heads, self.rotary, self.eps = num_heads, rotary, eps
-        # no buffer: module.to(bfloat16) would round the decay of head 4 and above to 1, which is no decay at all
-        table = retention_decay(num_heads, first=first_head) if decay is None else decay.detach().clone()
-        if tuple(table.shape) != (num_heads,):
-            raise InputError(f"decay must be [num_heads] = [{num_heads}], got {list(table.shape)}")
-        self._variants = {torch.device("cpu"): variants.Retention(table)}
+        if decay is None:
+            with torch.device("cpu"):  # wherever the weights are made: on meta there would be no values
+                decay = retention_decay(num_heads, first=first_head)
+        if tuple(decay.shape) != (num_heads,):
+            raise InputError(f"decay must be [num_heads] = [{num_heads}], got {list(decay.shape)}")
+        if decay.is_meta:
+            raise InputError("decay is on meta, where it has no values", remedy="a decay made on the CPU, or none")
         made: dict[str, Any] = {"bias": False, "device": device, "dtype": dtype}
         self.q_proj = nn.Linear(embed_dim, embed_dim, **made)
         self.k_proj = nn.Linear(embed_dim, embed_dim, **made)
         self.v_proj = nn.Linear(embed_dim, value_dim, **made)
         self.g_proj = nn.Linear(embed_dim, value_dim, **made) if gate else None
         self.out_proj = nn.Linear(value_dim, embed_dim, **made)
+        # no buffer: module.to(bfloat16) would round the decay of head 4 and above to 1, which is no decay at all
+        self._variants = PerDevice(decay, variants.Retention, self.out_proj.weight.device)
         self.reset_parameters()
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        self._variants.follow(fn)
+        return super()._apply(fn, recurse)
 
     def reset_parameters(self) -> None:
         """RetNet's initial weights: Xavier, narrower by ``2 ** -2.5`` but for the last."""
@@ -88,13 +97,7 @@ class Retention(nn.Module):
     @property
     def decay(self) -> torch.Tensor:
         """The decay per head, ``[num_heads]``, on the CPU."""
-        return self._variants[torch.device("cpu")].decay
-
-    def _variant(self, device: torch.device) -> variants.Retention:
-        found = self._variants.get(device)
-        if found is None:
-            found = self._variants[device] = variants.Retention(self.decay.to(device))
-        return found
+        return self._variants.table
 
     def forward(
         self,
@@ -119,7 +122,7 @@ class Retention(nn.Module):
         if self.rotary:
             at = positions_after(state, x.shape[1], x.device)
             q, k = rotate(q, at), rotate(k, at)
-        variant = self._variant(x.device)
+        variant = self._variants.on(x.device)
         run: dict[str, Any] = {"mode": mode, "chunk_size": chunk_size, "lengths": lengths, "state": state}
         out, after = attend(q, k, v, variant, return_state=return_state, **run)
         out = self._norm(out.transpose(1, 2)).flatten(2)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 
 from attn_dispatch import dispatch, masks, variants
-from attn_dispatch.errors import InputError, InputTypeError
+from attn_dispatch.biases import alibi_slopes
+from attn_dispatch.errors import InputError, InputTypeError, UnknownBackendError
 from attn_dispatch.nn import KVCache, MultiheadAttention, Rotary
 
 F64 = torch.float64
@@ -168,6 +171,59 @@ def test_dropout_is_for_training():
     assert torch.equal(module(x).out, module(x).out)
 
 
+def test_a_frozen_module_stays_frozen():
+    theirs = nn.MultiheadAttention(16, 2)
+    theirs.in_proj_weight.requires_grad_(False), theirs.out_proj.bias.requires_grad_(False)
+    ours = MultiheadAttention.from_torch(theirs)
+    wanted = {name: p.requires_grad for name, p in theirs.named_parameters()}
+    assert {name: p.requires_grad for name, p in ours.named_parameters()} == wanted
+
+
+def test_weights_are_those_before_dropout():
+    torch.manual_seed(0)
+    module = MultiheadAttention(16, 2, dropout=0.5, batch_first=True)
+    x = torch.randn(1, 8, 16)
+    dropped = module(x, need_weights=True)
+    whole = module.eval()(x, need_weights=True)
+    close(dropped.weights, whole.weights, 1e-6)
+    assert not torch.allclose(dropped.out, whole.out)
+
+
+ENCODER_MASKS = ["none", "src_mask", "src_key_padding_mask", "both"]
+
+
+def encoder_masks(which):
+    given = {
+        "src_mask": nn.Transformer.generate_square_subsequent_mask(5).isinf(),
+        "src_key_padding_mask": torch.arange(5) >= torch.tensor([5, 3])[:, None],
+    }
+    return {name: mask for name, mask in given.items() if which in (name, "both")}
+
+
+@pytest.mark.parametrize("which", ENCODER_MASKS)
+@pytest.mark.parametrize("training", [True, False])
+def test_torchs_encoder_layer_and_encoder_run_with_it_as_with_their_own(training, which):
+    """In eval the layer asked for `_qkv_same_embed_dim`, and so did the encoder when it was made."""
+    torch.manual_seed(0)
+    theirs = nn.TransformerEncoderLayer(24, 4, 32, dropout=0.0, batch_first=True)
+    nn.init.normal_(theirs.self_attn.in_proj_bias)
+    ours = copy.deepcopy(theirs)
+    ours.self_attn = MultiheadAttention.from_torch(theirs.self_attn)
+    x, given = torch.randn(2, 5, 24), encoder_masks(which)
+    with pytest.warns(UserWarning, match="_qkv_same_embed_dim was not True"):
+        stack = nn.TransformerEncoder(ours, 2).train(training)
+    torchs = nn.TransformerEncoder(theirs, 2).train(training)
+    theirs.train(training), ours.train(training)
+    names = {"src_mask": "mask"}
+    for record in (True, False):  # in eval, without gradients, torch's own goes its fused way
+        with torch.set_grad_enabled(record):
+            pairs = [(ours(x, **given), theirs(x, **given))]
+            given_to_all = {names.get(name, name): mask for name, mask in given.items()}
+            pairs.append((stack(x, **given_to_all), torchs(x, **given_to_all)))
+        for got, want in pairs:
+            close(got[0], want[0], 1e-5), close(got[1, :3], want[1, :3], 1e-5)  # beyond is padding in half of them
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "words"),
     [
@@ -222,6 +278,37 @@ def test_what_the_module_says_already_is_refused_in_a_call(made, called, words):
     module = MultiheadAttention(16, 2, batch_first=True, **made)
     with pytest.raises(InputError, match=words):
         module(torch.zeros(1, 4, 16), **called)
+
+
+NEGLECTED = {  # what they replaced or ignored without a word
+    "dropout": ({"dropout": 0.1}, {"dropout_p": 0.9}, "dropout_p=0.9 of the call, and the module has dropout=0.1"),
+    "positions": (
+        {},
+        {"positions": torch.arange(4)},
+        r"positions \[4\] are for Rotary, and the module has rotary=None",
+    ),
+    "offset": (
+        {"is_causal": True},
+        {"cache": KVCache(), "q_offset": 2},
+        r"q_offset=2 beside a cache, which puts the queries behind what it holds \(0 tokens\)",
+    ),
+    "offset beside rows": (
+        {"is_causal": True},
+        {"cache": KVCache(), "q_offset": 2, "lengths": torch.tensor([3])},
+        "q_offset=2 beside a cache",
+    ),
+}
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("name", NEGLECTED)
+def test_an_argument_that_would_be_dropped_is_refused_with_its_value(name, training):
+    made, called, words = NEGLECTED[name]
+    module = MultiheadAttention(16, 2, batch_first=True, **made).train(training)
+    with torch.no_grad(), pytest.raises(InputError, match=words) as error:
+        module(torch.zeros(1, 4, 16), **called)
+    assert error.value.remedy
+    module(torch.zeros(1, 4, 16), q_offset=None, positions=None)
 
 
 @pytest.mark.parametrize("window", [None, (7, 0), (None, 0)])
@@ -347,6 +434,39 @@ def test_rows_of_different_lengths_decode_as_each_alone():
         close(torch.cat([step[i] for step in found[1:]]), want[lengths[i] :])
 
 
+FAILURES = {
+    "mask": ({"attn_mask": torch.zeros(3, 3, dtype=torch.bool)}, InputError),
+    "padding": ({"key_padding_mask": torch.zeros(3, 3, dtype=torch.bool)}, InputError),
+    "option": ({"softcap": -1.0}, InputError),
+    "backend": ({"backend": "no such backend"}, UnknownBackendError),
+}
+
+
+@pytest.mark.parametrize("tokens", [1, 3, 100])
+@pytest.mark.parametrize("kind", ["plain", "rolling", "rows", "gradients"])
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_call_that_fails_leaves_its_cache_as_it_was(failure, kind, tokens):
+    """Its tokens stayed, and the call that was made again had them twice."""
+    torch.manual_seed(0)
+    window = 4 if kind == "rolling" else None
+    module = MultiheadAttention(
+        16, 2, rotary=True, is_causal=True, window=window and (window - 1, 0), batch_first=True, dtype=F64
+    )
+    cache, untouched = KVCache(window=window), KVCache(window=window)
+    lengths = torch.tensor([2, 5]) if kind == "rows" else None
+    prompt, more = torch.randn(2, 5, 16, dtype=F64), torch.randn(2, tokens, 16, dtype=F64)
+    with torch.set_grad_enabled(kind == "gradients"):
+        for one in (cache, untouched):
+            module(prompt, cache=one, lengths=lengths)
+        wrong, error = FAILURES[failure]
+        with pytest.raises(error):
+            module(more, cache=cache, **wrong)
+        assert (cache.length, cache.start) == (untouched.length, untouched.start)
+        close(module(more, cache=cache).out, module(more, cache=untouched).out)
+    assert cache.length == untouched.length
+    assert (cache.lengths is None) == (untouched.lengths is None)
+
+
 def test_a_cache_under_gradients_keeps_the_graph():
     torch.manual_seed(0)
     module = MultiheadAttention(16, 2, is_causal=True, batch_first=True, dtype=F64)
@@ -393,6 +513,53 @@ def test_alibi_beside_a_float_mask_is_the_sum_of_both():
     module_without.load_state_dict(module.state_dict())
     want = module_without(x, attn_mask=whole.repeat(2, 1, 1)).out
     close(module(x, attn_mask=added).out, want)
+
+
+@pytest.mark.parametrize("where", ["argument", "context"])
+def test_slopes_are_whole_after_meta_and_an_empty_module(where):
+    """They were a buffer that no state dict fills: what lay in the memory was taken for slopes."""
+    torch.manual_seed(0)
+    options = {"alibi": True, "is_causal": True, "batch_first": True}
+    module = MultiheadAttention(24, 12, **options)
+    if where == "argument":
+        other = MultiheadAttention(24, 12, **options, device="meta")
+    else:
+        with torch.device("meta"):
+            other = MultiheadAttention(24, 12, **options)
+    for parameter in other.to_empty(device="cpu").parameters():
+        nn.init.constant_(parameter, torch.nan)
+    other.load_state_dict(module.state_dict())
+    assert torch.equal(other.alibi, alibi_slopes(12))
+    x = torch.randn(2, 5, 24)
+    close(other(x).out, module(x).out, 0.0)
+
+
+def test_slopes_are_not_rounded_with_the_module():
+    module = MultiheadAttention(24, 12, alibi=True, batch_first=True).bfloat16()  # 2 ** -0.5 is between two bfloat16
+    assert torch.equal(module.alibi, alibi_slopes(12))
+    with dispatch.capture() as workload:
+        module(torch.zeros(1, 3, 24, dtype=torch.bfloat16))
+    (entry,) = workload
+    assert dict(entry.op.operands)["bias"].dtype == "float32"
+
+
+def test_a_module_with_alibi_is_exported_and_compiled():
+    torch.manual_seed(0)
+    module = MultiheadAttention(16, 4, alibi=True, is_causal=True, batch_first=True).eval()
+    x = torch.randn(2, 5, 16)
+    want = module(x).out
+    for strict in (False, True):
+        exported = torch.export.export(module, (x,), strict=strict).module()
+        close(exported(x)[0], want, 1e-6)
+    torch._dynamo.reset()
+    close(torch.compile(module, backend="eager", fullgraph=True)(x).out, want, 1e-6)
+
+
+def test_rotary_true_is_a_rotary_of_the_usual_base_and_false_is_none():
+    """True was a base of 1, which turns every pair of features alike."""
+    assert MultiheadAttention(16, 2, rotary=True).rotary == Rotary(8, base=10_000.0)
+    assert MultiheadAttention(16, 2, rotary=False).rotary is None
+    assert MultiheadAttention(16, 2, rotary=500).rotary == Rotary(8, base=500)
 
 
 def test_nested_tensors_go_through_the_projections():

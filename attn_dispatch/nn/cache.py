@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -116,6 +118,28 @@ class KVCache:
         assert self._key is not None
         assert self._value is not None
         return Stored(self._key[:, :, rows], self._value[:, :, rows], start, before)
+
+    @contextmanager
+    def all_or_nothing(self) -> Iterator[None]:
+        """Keep what is appended inside only if nothing inside raises: a call that failed can be made again.
+
+        Example:
+            >>> cache = KVCache()
+            >>> try:
+            ...     with cache.all_or_nothing():
+            ...         _ = cache.append(torch.zeros(1, 1, 3, 4), torch.zeros(1, 1, 3, 4))
+            ...         raise RuntimeError("the attention behind it failed")
+            ... except RuntimeError:
+            ...     cache.length
+            0
+        """
+        # an append writes behind the rows that are kept, or into new storage, so what was there is still whole
+        before = self._key, self._value, self._begin, self._kept, self._length, self._lengths
+        try:
+            yield
+        except BaseException:
+            self._key, self._value, self._begin, self._kept, self._length, self._lengths = before
+            raise
 
     def crop(self, length: int) -> None:
         """Forget the tokens from position ``length`` on (speculative decoding).

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import reduce
+from operator import and_
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +17,7 @@ from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.ir.atoms import Causal, Columns, Dense, Full, Stride, Window
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.nn.cache import KVCache
+from attn_dispatch.nn.per_device import PerDevice
 from attn_dispatch.nn.rotary import Rotary
 from attn_dispatch.variants import Softmax, Variant
 
@@ -32,9 +36,9 @@ class MultiheadAttention(nn.Module):
 
     Parameters have torch's names: ``in_proj_weight`` (query, key and value stacked) while key and value have
     ``embed_dim`` features, else ``q_proj_weight k_proj_weight v_proj_weight``; ``in_proj_bias``; ``out_proj``. They are
-    drawn as torch draws them, so one seed gives both modules the same. Two things differ: ``need_weights`` is False
-    unless asked for, since weights rule out the fused kernels, and a row that may attend nothing gives the output
-    projection of 0 where torch gives NaN.
+    drawn as torch draws them, so one seed gives both modules the same. Three things differ: ``need_weights`` is False
+    unless asked for, since weights rule out the fused kernels; weights are those before dropout, where torch gives
+    them after it; and a row that may attend nothing gives the output projection of 0 where torch gives NaN.
 
     Shapes: query ``[S, B, E]``, ``[B, S, E]`` with ``batch_first``, or ``[S, E]``; jagged nested ``[B, j, E]``.
 
@@ -45,7 +49,7 @@ class MultiheadAttention(nn.Module):
         kdim, vdim: features of key and value; default ``embed_dim``.
         bias: add biases to the projections. dropout: of the weights, while training.
         batch_first: as in torch.
-        rotary: how queries and keys are turned; a float is the base of a `Rotary` over the whole head.
+        rotary: how queries and keys are turned; True, or the base as a float, is a `Rotary` over the whole head.
         is_causal, window, softcap, scale, variant: of every call, as in `dispatch.attention`. mask: a `Mask`.
         alibi: ALiBi slopes. sinks: one learned logit per head.
 
@@ -57,6 +61,9 @@ class MultiheadAttention(nn.Module):
         >>> attend(torch.randn(2, 5, 32)).out.shape
         torch.Size([2, 5, 32])
     """
+
+    # what torch.nn.TransformerEncoderLayer asks before its fused inference path, which would do torch's attention
+    _qkv_same_embed_dim = False
 
     def __init__(
         self,
@@ -71,7 +78,7 @@ class MultiheadAttention(nn.Module):
         bias: bool = True,
         dropout: float = 0.0,
         batch_first: bool = False,
-        rotary: Rotary | float | None = None,
+        rotary: Rotary | float | bool | None = None,
         is_causal: bool = False,
         window: tuple[int | None, int | None] | None = None,
         softcap: float | None = None,
@@ -86,7 +93,6 @@ class MultiheadAttention(nn.Module):
         super().__init__()
         self.in_proj_weight: nn.Parameter | None
         self.in_proj_bias: nn.Parameter | None
-        self.alibi: torch.Tensor | None
         self.embed_dim, self.num_heads = embed_dim, num_heads
         self.kv_heads = num_heads if kv_heads is None else kv_heads
         if num_heads < 1 or self.kv_heads < 1 or num_heads % self.kv_heads:
@@ -97,6 +103,8 @@ class MultiheadAttention(nn.Module):
         self.value_head_dim = value_head_dim or self.head_dim
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.dropout, self.batch_first = dropout, batch_first
+        if isinstance(rotary, bool):  # before int, which it is too: a base of 1 turns every pair alike
+            rotary = Rotary(self.head_dim) if rotary else None
         self.rotary = Rotary(self.head_dim, rotary) if isinstance(rotary, (int, float)) else rotary
         self.is_causal, self.window, self.softcap, self.scale, self.mask = is_causal, window, softcap, scale, mask
         self.variant = variant
@@ -114,10 +122,20 @@ class MultiheadAttention(nn.Module):
         self.register_parameter("in_proj_bias", stacked)
         self.out_proj = nn.Linear(num_heads * self.value_head_dim, embed_dim, bias=bias, **where)
         self.sinks = nn.Parameter(torch.zeros(num_heads, **where)) if sinks else None
-        slopes = alibi_slopes(num_heads).to(device) if alibi else None
-        self.register_buffer("alibi", slopes, persistent=False)
+        with torch.device("cpu"):  # wherever the weights are made: on meta there would be no values
+            self._slopes = PerDevice(alibi_slopes(num_heads), device=self.out_proj.weight.device) if alibi else None
         self._reset_inputs()
         self.register_load_state_dict_pre_hook(_as_ours)
+
+    @property
+    def alibi(self) -> torch.Tensor | None:
+        """ALiBi slopes ``[num_heads]``, float32 on the CPU; None without."""
+        return None if self._slopes is None else self._slopes.table
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Any:
+        if self._slopes is not None:
+            self._slopes.follow(fn)
+        return super()._apply(fn, recurse)
 
     def reset_parameters(self) -> None:
         """Draw all parameters anew, in torch's order: one seed, one module."""
@@ -135,7 +153,7 @@ class MultiheadAttention(nn.Module):
 
     @classmethod
     def from_torch(cls, module: nn.MultiheadAttention) -> MultiheadAttention:
-        """The same attention as a ``torch.nn.MultiheadAttention``, with a copy of its parameters.
+        """The attention of a ``torch.nn.MultiheadAttention``, with a copy of its parameters, frozen where those are.
 
         Raises:
             InputError: it has ``bias_k``, ``bias_v`` or ``add_zero_attn``.
@@ -155,6 +173,8 @@ class MultiheadAttention(nn.Module):
             device=weight.device, dtype=weight.dtype,
         )  # fmt: skip
         ours.load_state_dict(module.state_dict())
+        for name, parameter in ours.named_parameters():
+            parameter.requires_grad_(module.get_parameter(name).requires_grad)
         return ours.train(module.training)
 
     def forward(
@@ -201,20 +221,21 @@ class MultiheadAttention(nn.Module):
         value = key if value is None else value
         if cache is not None and key is not query:
             raise InputError("a cache holds the keys of the query's own sequence", remedy="cross-attention without it")
-        self._check_call(cache, attn_mask, options)
+        self._check_call(cache, attn_mask, positions, options)
         q, k, v = self._project(query, key, value, unbatched)
         arguments: dict[str, Any] = {"softcap": self.softcap, "scale": self.scale, "backend": backend, **options}
         arguments |= {} if self.variant is None else {"variant": self.variant}
-        q, k, v = self._place(q, k, v, key is query, cache, lengths, positions, arguments)
         causal = self.is_causal if is_causal is None else is_causal
-        self._mask(arguments, q, k, causal, attn_mask, key_padding_mask, cache is not None, unbatched)
-        if self.training and self.dropout > 0:
-            arguments["dropout_p"] = self.dropout
-        result = dispatch.attention(
-            q, k, v, enable_gqa=True, sinks=self.sinks, return_weights=need_weights, **arguments
-        )
-        out, *more = result if isinstance(result, tuple) else (result,)
-        out = self.out_proj(out.transpose(1, 2).flatten(2))
+        with nullcontext() if cache is None else cache.all_or_nothing():
+            q, k, v = self._place(q, k, v, key is query, cache, lengths, positions, arguments)
+            self._mask(arguments, q, k, causal, attn_mask, key_padding_mask, cache is not None, unbatched)
+            if self.training and self.dropout > 0:
+                arguments["dropout_p"] = self.dropout
+            result = dispatch.attention(
+                q, k, v, enable_gqa=True, sinks=self.sinks, return_weights=need_weights, **arguments
+            )
+            out, *more = result if isinstance(result, tuple) else (result,)
+            out = self.out_proj(out.transpose(1, 2).flatten(2))
         out = out[0] if unbatched else out if self.batch_first or out.is_nested else out.transpose(0, 1)
         if need_weights:  # the last of what `dispatch.attention` returns
             more[-1] = more[-1].mean(1) if average_attn_weights else more[-1]
@@ -225,8 +246,10 @@ class MultiheadAttention(nn.Module):
 
     # --- the steps -------------------------------------------------------------------------------------------------
 
-    def _check_call(self, cache: KVCache | None, attn_mask: Any, options: dict[str, Any]) -> None:
-        """What would be said twice, and what a rolling cache cannot serve."""
+    def _check_call(
+        self, cache: KVCache | None, attn_mask: Any, positions: torch.Tensor | None, options: dict[str, Any]
+    ) -> None:
+        """What would be said twice or to nobody, and what a rolling cache cannot serve."""
         twice = [name for name in ("window", "variant") if getattr(self, name) is not None and name in options]
         taken = {"key_lengths": "lengths=", "sinks": "sinks=True of the module", "return_weights": "need_weights=True"}
         taken |= {"enable_gqa": "kv_heads= of the module", "layout": "batch_first= of the module"}
@@ -234,6 +257,15 @@ class MultiheadAttention(nn.Module):
         if twice or wrong:
             remedy = taken[wrong[0]] if wrong else "leave one of them out"
             raise InputError(f"{', '.join([*twice, *wrong])} of the call is said by the module already", remedy=remedy)
+        if self.dropout > 0 and "dropout_p" in options:
+            problem = f"dropout_p={options['dropout_p']} of the call, and the module has dropout={self.dropout}"
+            raise InputError(problem, remedy="leave dropout_p out, or a module with dropout=0")
+        if positions is not None and self.rotary is None:
+            problem = f"positions {list(positions.shape)} are for Rotary, and the module has rotary=None"
+            raise InputError(problem, remedy="rotary=True of the module; q_offset= is for masks and ALiBi")
+        if cache is not None and options.get("q_offset") is not None:
+            problem = f"q_offset={options['q_offset']} beside a cache, which puts the queries behind what it holds"
+            raise InputError(f"{problem} ({cache.length} tokens)", remedy="leave it out, or cache.crop(...) first")
         if cache is None or cache.window is None:
             return
         left = (self.window or options.get("window") or (None, None))[0]
@@ -309,7 +341,7 @@ class MultiheadAttention(nn.Module):
         padding: torch.Tensor | None, cached: bool, unbatched: bool,
     ) -> None:  # fmt: skip
         """Write masks and biases, torch's kind and ours, the module's and the call's, as `dispatch.attention`'s."""
-        biases: list[torch.Tensor] = [] if self.alibi is None else [self.alibi]
+        biases: list[torch.Tensor] = [] if self._slopes is None else [self._slopes.on(q.device)]
         if (own := arguments.pop("bias", None)) is not None:  # the call's
             biases.append(own)
         parts: list[Mask] = [] if self.mask is None else [self.mask]
@@ -345,7 +377,7 @@ class MultiheadAttention(nn.Module):
         elif tensors or parts:
             for tensor, atom in tensors:
                 parts.append(atom(tensor))
-            arguments["attn_mask"] = _all(parts)
+            arguments["attn_mask"] = reduce(and_, parts)
         if len(biases) == 1:
             arguments["bias"] = biases[0]
         elif biases:
@@ -370,7 +402,8 @@ class MultiheadAttention(nn.Module):
                 raise InputError("ALiBi with a float mask and rows of different lengths", remedy="a bool mask")
             at = torch.arange(q.shape[2], device=q.device)[:, None] + offset
             distance = (at - torch.arange(k.shape[2], device=q.device)).abs()
-            biases = [-biases[0][:, None, None] * distance, *biases[1:]]
+            slopes = biases[0].to(torch.promote_types(biases[0].dtype, q.dtype))  # float64 beside float64
+            biases = [-slopes[:, None, None] * distance, *biases[1:]]
         total = biases[0]
         for bias in biases[1:]:
             total = total + bias
@@ -385,13 +418,6 @@ class MultiheadAttention(nn.Module):
 
 
 _SEPARATE = ("q_proj_weight", "k_proj_weight", "v_proj_weight")
-
-
-def _all(parts: list[Mask]) -> Mask:
-    mask = parts[0]
-    for part in parts[1:]:
-        mask = mask & part
-    return mask
 
 
 def _float(name: str, mask: torch.Tensor) -> torch.Tensor:

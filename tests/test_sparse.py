@@ -325,6 +325,22 @@ def test_longformer_of_a_length_that_its_window_does_not_divide_and_long_enough_
     torch.testing.assert_close(other, want, atol=1e-12, rtol=1e-12)
 
 
+def test_every_parameter_of_longformer_has_a_gradient_where_a_few_tokens_are_global():
+    """The bias of the global keys changes no softmax, and with None for its gradient DDP fails."""
+    torch.manual_seed(0)
+    layer = LongformerSelfAttention(16, 2, 8)
+    x = torch.randn(2, 20, 16)
+    layer(x, GLOBALS["first"](2, 20)).square().sum().backward()
+    assert {name for name, p in layer.named_parameters() if p.grad is None} == set()
+    assert not layer.key_global.bias.grad.any()
+
+
+def test_longformer_of_no_sequences():
+    layer = LongformerSelfAttention(16, 2, 8)
+    none = torch.zeros(0, 20, dtype=torch.bool)
+    assert layer(torch.randn(0, 20, 16), none, none).shape == (0, 20, 16)
+
+
 # --- BigBird ---------------------------------------------------------------------------------------------------------
 
 

@@ -137,6 +137,8 @@ class LongformerSelfAttention(nn.Module):
             queries @ w_k, tokens, tokens, attn_mask=_padding(valid), scale=self.head_dim**-0.5, enable_gqa=True
         )
         bias = self.value_global.bias.unflatten(0, (self.num_heads, 1, self.head_dim))
+        if torch.is_grad_enabled():  # changes nothing, so its gradient is 0, and not None, which DDP waits for
+            bias = bias + self.key_global.bias[:0].sum()
         return mixed @ w_v.transpose(1, 2) + bias
 
     def _heads(self, x: torch.Tensor) -> torch.Tensor:
@@ -172,7 +174,7 @@ def _padding(valid: torch.Tensor | None) -> masks.Mask | None:
 
 def _positions(marks: torch.Tensor) -> torch.Tensor:
     """Positions of the marked tokens ``[B, n]``; a batch with fewer than n has other tokens behind them."""
-    most = int(marks.sum(-1).max())
+    most = int(marks.sum(-1).max()) if marks.shape[0] else 0
     return marks.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[:, :most]
 
 

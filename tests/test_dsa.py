@@ -612,6 +612,19 @@ def test_the_indexer_trains_by_its_scores_alone():
     assert not indexer(hidden).indices.requires_grad
 
 
+def test_the_indexer_scores_in_float64_where_its_weights_are():
+    torch.manual_seed(0)
+    indexer = nn.LightningIndexer(32, 2, 8, 4, rope_dim=0, dtype=torch.float64)
+    hidden = torch.randn(1, 12, 32, dtype=torch.float64)
+    chosen = indexer(hidden, return_scores=True)
+    assert chosen.scores.dtype == torch.float64
+    q = indexer.wq_b(hidden).unflatten(-1, (2, 8)).transpose(1, 2)
+    weights = indexer.weights_proj(hidden) * 2**-0.5
+    want = full_scores(q, chosen.keys, weights).gather(-1, chosen.indices.clamp(min=0))
+    real = chosen.indices >= 0
+    torch.testing.assert_close(chosen.scores[real], want[real], atol=1e-14, rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     ("arguments", "call", "message"),
     [

@@ -125,7 +125,8 @@ class LightningIndexer(nn.Module):
                 want = f"[B, P, head_dim] = [{keys.shape[0]}, P, {self.head_dim}]"
                 raise InputError(f"past_keys must be {want}, got {list(past_keys.shape)}")
             keys = torch.cat([past_keys, keys], 1)
-        weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype)).float() * self.num_heads**-0.5
+        weights = self.weights_proj(hidden_states.to(self.weights_proj.weight.dtype))
+        weights = (weights if weights.dtype == torch.float64 else weights.float()) * self.num_heads**-0.5
         found = select(
             queries,
             keys,

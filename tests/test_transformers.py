@@ -325,6 +325,14 @@ def test_an_unknown_argument_is_refused_by_name() -> None:
     integration.attention_forward(_Module(), x, x, x, None, telepathy=None, use_cache=True)
 
 
+def test_a_mask_of_heads_is_refused_and_not_dropped() -> None:
+    x = torch.ones(1, 2, 4, 8)
+    with pytest.raises(InputError, match="_Module hands head_mask to attention") as error:
+        integration.attention_forward(_Module(), x, x, x, None, head_mask=torch.ones(2))
+    assert error.value.remedy == 'attn_implementation="eager" for this model'  # torch's SDPA has none either
+    integration.attention_forward(_Module(), x, x, x, None, head_mask=None)
+
+
 def test_a_mask_for_other_sizes_is_refused() -> None:
     x = torch.ones(1, 2, 4, 8)
     with pytest.raises(InputError, match="has 4 queries and 4 keys, its mask is for 8 queries and 8 keys"):

@@ -37,7 +37,7 @@ _SAYS_NOTHING = frozenset(
             "output_hidden_states",
         ),
         *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "num_items_in_batch", "return_dict"),
-        *("deterministic", "layer_idx", "head_mask", "sliding_window", "is_training", "logits_to_keep", "cache"),
+        *("deterministic", "layer_idx", "sliding_window", "is_training", "logits_to_keep", "cache"),
         *("output_router_logits", "seq_idx"),
     }
 )
@@ -285,7 +285,9 @@ def attention_forward(
     if unknown:
         names = ", ".join(sorted(unknown))
         problem = f"{type(module).__name__} hands {names} to attention, which attn_dispatch does not know"
-        raise InputError(problem, remedy='attn_implementation="sdpa" or "eager" for this model')
+        # a head_mask scales weights, which only eager has: sdpa would drop it
+        remedy = '"eager"' if "head_mask" in unknown else '"sdpa" or "eager"'
+        raise InputError(problem, remedy=f"attn_implementation={remedy} for this model")
     mask, q_offset, causal = _mask_arguments(module, query, key, attention_mask, is_causal)
     with at_layer(_layer_name(module)):
         result = attention(

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from attn_dispatch import masks
-from attn_dispatch.errors import InputError
+from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.ir.masks import And, Mask, Not, Or
 from attn_dispatch.ir.operands import Held
 from attn_dispatch.ir.recognise import recognise
@@ -495,3 +495,21 @@ def test_bigbird_has_window_global_and_random_blocks():
 def test_columns_given_as_a_tensor_where_a_number_belongs_say_where_they_belong():
     with pytest.raises(InputError, match="keep=tensor"):
         masks.columns(torch.ones(2, 4, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [torch.ones(2, 4, dtype=torch.bool), torch.ones(4), None, True],
+    ids=["bool tensor", "float tensor", "None", "True"],
+)
+@pytest.mark.parametrize("sign", ["&", "|"])
+@pytest.mark.parametrize("first", [True, False], ids=["mask first", "mask last"])
+def test_what_is_no_mask_is_named_where_masks_are_combined(first, sign, other):
+    """The message was about an attribute of the tensor, `_held_ids`."""
+    pair = (masks.causal(), other) if first else (other, masks.causal())
+    with pytest.raises(InputTypeError, match=rf"\{sign} combines a mask with another mask, got") as error:
+        _ = pair[0] & pair[1] if sign == "&" else pair[0] | pair[1]
+    if isinstance(other, torch.Tensor):
+        assert f"got a tensor {list(other.shape)}" in str(error.value)
+        assert "masks.columns(keep=tensor)" in str(error.value)
+        assert "masks.Dense(tensor)" in str(error.value)

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from attn_dispatch.ir.operands import Held, Operand, Table, as_operand, resolve
+from attn_dispatch.ir.operands import Held, Operand, Table, as_operand, no_mask, resolve
 from attn_dispatch.ir.tensors import Ref
 
 __all__ = [
@@ -118,6 +118,8 @@ class Mask:
 
     def __or__(self, other: Mask) -> Mask:
         return Or.of(self, other)
+
+    __rand__, __ror__ = __and__, __or__  # `tensor & mask` is told what to write, too
 
     def __invert__(self) -> Mask:
         return self.arg if isinstance(self, Not) else Not(self)
@@ -313,6 +315,8 @@ class _Nary(Mask):
         """Flatten, drop repeats and put the parts into the order of their text, so that ``a & b == b & a``."""
         flat: dict[Mask, None] = {}
         for arg in args:
+            if not isinstance(arg, Mask):
+                raise no_mask(cls.__name__, arg)
             for part in arg.args if isinstance(arg, cls) else (arg,):
                 flat[part] = None
         parts = sorted(flat, key=lambda part: (str(part), part._held_ids()))  # two held tensors may read the same

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
+from attn_dispatch.errors import InputTypeError
 from attn_dispatch.ir.tensors import Ref
 
-__all__ = ["Held", "Operand", "Table", "as_operand", "resolve"]
+__all__ = ["Held", "Operand", "Table", "as_operand", "no_mask", "resolve"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,3 +109,17 @@ def resolve(operand: Operand, tensors: Mapping[str, torch.Tensor], device: Any =
     if operand.name not in tensors:
         raise KeyError(f"no tensor was handed over for {operand.name!r}; there are {sorted(tensors)}")
     return tensors[operand.name]
+
+
+def no_mask(node: str, got: Any) -> InputTypeError:
+    """What to say when ``&`` or ``|`` is given something that is no mask.
+
+    Args:
+        node: the name of what they would have made, ``"And"`` or ``"Or"``.
+    """
+    sign = "&" if node == "And" else "|"
+    if not isinstance(got, torch.Tensor):
+        return InputTypeError(f"{sign} combines a mask with another mask, got {got!r}")
+    remedy = "masks.columns(keep=tensor) for keys [Skv] or [B, Skv], masks.Dense(tensor) for pairs; True = attend"
+    text = f"a tensor {list(got.shape)} {str(got.dtype).removeprefix('torch.')}"
+    return InputTypeError(f"{sign} combines a mask with another mask, got {text}", remedy=remedy)

@@ -372,12 +372,11 @@ def _as_bias(dtype: str, view: Prepare) -> Prepare:
         bias = view(bias)
         if bias.dtype == target or (target in (torch.float16, torch.bfloat16) and bias.dtype == torch.float32):
             return bias
-        if target not in (torch.float32, torch.float64):
-            return bias.to(torch.float32)
-        lowest = torch.finfo(target).min
+        wide = target if target == torch.float64 else torch.float32
+        lowest = torch.finfo(wide).min
         if bias.dtype == torch.float64:  # float64's lowest would become -inf and mask what was not masked
             bias = torch.where(torch.isinf(bias), bias, bias.clamp(lowest, -lowest))
-        return bias.to(target)
+        return bias.to(wide)
 
     return prepare
 

@@ -199,6 +199,8 @@ def mask_problem(atom: Mask, operands: Mapping[str, TensorDesc], b: int, hq: int
     """What is wrong with the tensor of a mask's atom for these sizes; empty when nothing is."""
 
     def shape(operand: Any) -> tuple[int, ...] | None:
+        if isinstance(operand, Table):  # an atom that was made from lists
+            return operand.shape
         return operands[operand.name].shape if isinstance(operand, Ref) else None
 
     def wrong(got: tuple[int, ...] | None, *allowed: tuple[int, ...]) -> str:
@@ -230,8 +232,7 @@ def mask_problem(atom: Mask, operands: Mapping[str, TensorDesc], b: int, hq: int
         if got is not None and (len(got) > 4 or any(m not in (1, w) for m, w in pairs)):
             return f"its tensor {list(got)} does not broadcast to {[b, hq, sq, skv]}"
     if isinstance(atom, atoms.BlockTable):
-        table = atom.table.tensor() if isinstance(atom.table, Table) else None
-        got = tuple(table.shape) if table is not None else shape(atom.table)
+        got = shape(atom.table)
         if got is not None and (len(got) not in (2, 3) or (len(got) == 3 and got[0] not in (1, hq))):
             return f"its table has shape {list(got)}, must be [nq, nk] or [H, nq, nk] with H {hq}"
         if got is not None and got[-1] * atom.block < skv:

@@ -108,6 +108,28 @@ MISTAKES: dict[str, tuple[dict[str, Any], type[Exception], tuple[str, ...]]] = {
         InputError,
         ("attn_mask Columns", "[6]", "must be [7] or [2, 7]"),
     ),
+    "columns of a list": (
+        {"attn_mask": masks.Columns([True] * 6)},
+        InputError,
+        ("attn_mask Columns", "[6]", "must be [7] or [2, 7]"),
+    ),
+    "rows of a list": ({"attn_mask": masks.Rows([True] * 6)}, InputError, ("Rows", "[6]", "must be [5] or [2, 5]")),
+    "lengths of a list": ({"attn_mask": masks.KeyLengths([1, 2, 3])}, InputError, ("KeyLengths", "[3]", "[2]")),
+    "segments of a list": (
+        {"attn_mask": masks.Segments([0] * SQ, [0] * 6)},
+        InputError,
+        ("its segments add up to 6 keys, there are 7",),
+    ),
+    "indices of a list": (
+        {"attn_mask": masks.Selected([[[0]] * 4])},
+        InputError,
+        ("Selected", "[1, 4, 1]", "with B 2, Sq 5"),
+    ),
+    "pairs of a list": (
+        {"attn_mask": masks.Dense([[True] * 6] * SQ)},
+        InputError,
+        ("its tensor [5, 6] does not broadcast to [2, 4, 5, 7]",),
+    ),
     "mask object's lengths": ({"attn_mask": masks.key_lengths([1, 2, 3])}, InputError, ("KeyLengths", "[3]", "[2]")),
     # window
     "window too negative": (
@@ -443,6 +465,40 @@ def test_a_pattern_under_autocast_is_recognised_once(monkeypatch):
     assert len(seen) == 1
     assert got.dtype == want.dtype == torch.bfloat16
     torch.testing.assert_close(got, want, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize(
+    "mask",
+    [
+        masks.Columns([True, False] * 3 + [True]),
+        masks.Columns([[True] * SKV, [False] * 3 + [True] * 4]),
+        masks.Rows([True] * SQ),
+        masks.KeyLengths([3, 7]),
+        masks.Segments([0, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1, 1]),
+        masks.Selected([[[0, -1], [1, 0], [2, 1], [3, 0], [6, 5]]]),
+        masks.Dense([[True] * 3 + [False] * 4] * SQ),
+    ],
+    ids=str,
+)
+def test_an_atom_made_from_lists_of_the_right_size_is_served(mask):
+    q, k, v = tensors().values()
+    got = dispatch.attention(q, k, v, mask, enable_gqa=True)
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask.dense(SQ, SKV), enable_gqa=True)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("backend", ["eager", None])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_the_lowest_float64_of_a_bias_masks_nothing(dtype, backend):
+    """Beside half precision it became -inf: a row of it was an empty row."""
+    x = torch.randn(1, 2, 4, 8).to(dtype)
+    bias = torch.zeros(4, 4, dtype=torch.float64)
+    bias[1] = torch.finfo(torch.float64).min
+    bias[2] = -math.inf
+    got = dispatch.attention(x, x, x, bias=bias, backend=backend)
+    torch.testing.assert_close(got[:, :, 1], x.float().mean(2).to(dtype), atol=1e-2, rtol=1e-2)
+    assert not got[:, :, 2].any()
+    torch.testing.assert_close(dispatch.attention(x, x, x, bias, backend=backend), got)
 
 
 # --- torch's SDPA is the oracle --------------------------------------------------------------------------------------

@@ -57,6 +57,16 @@ class Table:
             return cls(f"bool {shape} {(flat.to(torch.uint8) + ord('0')).numpy().tobytes().decode()}")
         return cls(f"int {shape} {','.join(map(str, flat.long().tolist()))}")
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Sizes of the array, read from the text.
+
+        Example:
+            >>> Table("int 2x1 5,1").shape
+            (2, 1)
+        """
+        return tuple(int(n) for n in self.text.split(" ")[1].split("x"))
+
     def tensor(self, device: Any = None) -> torch.Tensor:
         """The array, bool or int64; to be read, not written to: it is made once for each text."""
         kind = torch.device("cpu" if device is None else device)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from attn_dispatch import tracing
+from attn_dispatch.ir.atoms import Window
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.recognise import recognise
 from attn_dispatch.variants import LinearAttention, Retention, Stateful
@@ -27,12 +28,15 @@ def recognised(
     if placed or not _worth_recognising(attn_mask, query, value, layout):
         return attn_mask, q_offset, ""
     inner = variant.inner if isinstance(variant, Stateful) else variant
-    if isinstance(inner, (LinearAttention, Retention)) and attn_mask.size(-2) == 1:
+    linear = isinstance(inner, (LinearAttention, Retention))
+    if linear and attn_mask.size(-2) == 1:
         # lengths would be the state's too, where columns are left out alone
         return attn_mask, q_offset, ""
     found, offset = recognise(attn_mask)
     if found.feature == "mask:Dense":
         return attn_mask, q_offset, ""
+    if linear and any(isinstance(atom, Window) for atom in found.atoms()):
+        return attn_mask, q_offset, ""  # who asks for a window there is refused, and a tensor of pairs is not
     if not found.positional:
         return found, q_offset, f"attn_mask recognised as {found}"
     _, _, sq, skv = _sizes(query, value, layout)

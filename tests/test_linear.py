@@ -766,3 +766,14 @@ def test_a_plan_refuses_a_state_that_it_was_not_made_for(wrong):
     bad = torch.zeros(B, H, D, DV + 1) if wrong == "shape" else state.S.double()
     with pytest.raises(InputError, match="the plan was made for state "):
         made(q, k, v, state=LinearState(bad, None, 0))
+
+
+@pytest.mark.parametrize("t", [128, 256])
+@pytest.mark.parametrize("right", [0, 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_band_given_as_a_tensor_is_served_whatever_its_size(kind, right, t):
+    """From 256 rows on it was recognised as a window, which was then refused though nobody had asked for one."""
+    q, k, v = (torch.randn(1, H, t, 40, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    band = torch.ones(t, t, dtype=torch.bool).tril(right).triu(-8)
+    want = attend(q, k, v, KINDS[kind], attn_mask=masks.Dense(band), is_causal=False, backend="eager")
+    close(attend(q, k, v, KINDS[kind], attn_mask=band, is_causal=False), want, 1e-4)

@@ -210,10 +210,11 @@ def _mapped(weight: Linear, x: torch.Tensor) -> torch.Tensor:
 
 def _kept(op: AttentionOp, k: torch.Tensor, t: Operands) -> torch.Tensor | None:
     """Which keys count, ``[B, 1, Skv, 1]``; a feature map of 0 is not 0, so they are zeroed after it."""
-    lengths = next((part.lengths for part in _parts(op.mask) if isinstance(part, KeyLengths)), None)
-    if lengths is None:
+    lengths = [_of(part.lengths, t, k.device) for part in _parts(op.mask) if isinstance(part, KeyLengths)]
+    if not lengths:
         return None
-    return torch.arange(k.shape[2], device=k.device)[:, None] < _of(lengths, t, k.device).view(-1, 1, 1, 1)
+    at = torch.arange(k.shape[2], device=k.device)[:, None]
+    return functools.reduce(torch.logical_and, (at < length.view(-1, 1, 1, 1) for length in lengths))
 
 
 def _state_in(weight: Linear, heads: int, t: Operands) -> torch.Tensor:

@@ -19,7 +19,7 @@ import pytest
 import torch
 from attn_dispatch_fla import Fla, form_of
 
-from attn_dispatch import BackendError, dispatch, testing, variants
+from attn_dispatch import BackendError, dispatch, masks, testing, variants
 from attn_dispatch.registry import Registry, current
 from attn_dispatch.testing import BY_ID, CASES, Case, Result, Verdict, check
 
@@ -187,6 +187,16 @@ def test_a_decay_of_zero_keeps_the_key_itself_and_nothing_before_it():
     (name,) = [name for name, _ in op.operands]
     got = OnCpu().compile(op).run(q, q, q, {name: torch.zeros(2)})
     torch.testing.assert_close(got, (q * q).sum(-1, keepdim=True) * q.shape[-1] ** -0.5 * q)
+
+
+def test_every_one_of_several_key_lengths_counts():
+    q, k, v = (torch.randn(2, 2, 5, 16) for _ in range(3))
+    first, second = masks.key_lengths(torch.tensor([2, 5])), masks.key_lengths(torch.tensor([4, 3]))
+    call = {"attn_mask": first & second, "is_causal": True, "variant": variants.LinearAttention()}
+    plan = dispatch.plan(q, k, v, **call)
+    assert OnCpu().reasons_against(plan.op) == []
+    got = OnCpu().compile(plan.op).run(q, k, v, plan.binding.operands(plan.tensors))
+    torch.testing.assert_close(got, dispatch.attention(q, k, v, backend="eager", **call))
 
 
 # --- what is said where it cannot run --------------------------------------------------------------------------------

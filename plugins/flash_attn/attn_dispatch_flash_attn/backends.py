@@ -171,15 +171,16 @@ def _positions(op: AttentionOp) -> list[Reason]:
 
 def _pairs(op: AttentionOp, name: str, can: frozenset[str]) -> list[Reason]:
     """What each part is served with, and not with another: one line of this table for each."""
-    kinds = {type(part) for part in mask_parts(op.mask)}
-    lengths, documents = KeyLengths in kinds, Segments in kinds
+    parts = mask_parts(op.mask)  # parts and not kinds of them: two of a kind are two masks
+    lengths, documents, windows = (sum(isinstance(p, kind) for p in parts) for kind in (KeyLengths, Segments, Window))
     has_alibi, has_cap = (any(isinstance(term, kind) for term in op.score) for kind in (Alibi, SoftCap))
     has_sinks = isinstance(op.weight, Softmax) and op.weight.sinks is not None
     has_grad, wants_lse, drops = bool(op.grad), op.outputs.lse, op.dropout_p > 0
     caches = name != "flash_attn_4"  # these serve lengths with the cache function, which has no backward pass
     table = {
-        "key lengths with another mask": lengths and len(kinds) > 1,
-        "documents with a window": documents and Window in kinds,
+        "key lengths with another mask": lengths and len(parts) > 1,
+        "documents with other documents": documents > 1,
+        "documents with a window": documents and windows,
         "documents of other keys than queries": documents and not _same_documents(op),
         "key lengths with ALiBi": lengths and has_alibi,
         "documents with ALiBi": documents and has_alibi,

@@ -179,6 +179,10 @@ def test_an_argument_that_the_installed_function_lacks_is_an_error_and_never_dro
         backend.compile(dispatch.plan(q, q, q, softcap=2.0).op)
 
 
+def two_lengths():
+    return masks.key_lengths(torch.tensor([4])) & masks.key_lengths(torch.tensor([2]))
+
+
 # --- what no fact can say --------------------------------------------------------------------------------------------
 
 
@@ -195,6 +199,11 @@ def test_an_argument_that_the_installed_function_lacks_is_an_error_and_never_dro
             "flash_attn_3",
             {"attn_mask": masks.causal(), "key_lengths": torch.tensor([4])},
             "no key lengths with another mask",
+        ),
+        *((name, {"attn_mask": two_lengths()}, "no key lengths with another mask") for name in BY_NAME),
+        *(
+            (name, {"attn_mask": masks.documents([0, 3, 6]) & masks.documents([0, 2, 6])}, "no documents with other")
+            for name in BY_NAME
         ),
     ],
 )

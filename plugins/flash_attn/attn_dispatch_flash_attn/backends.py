@@ -60,8 +60,7 @@ class FlashAttn(Backend):
         self.line = line
         self.name = line.name
         self._version = version if version is not None else installed_version(line)
-        known = line.steps[-1].since if self._version is None else parse(self._version)
-        self.known: Step = known_at(line, known)
+        self.known: Step = known_at(line, self._version or line.steps[-1].since)
         self.capabilities = (
             Capability(
                 devices=frozenset({"cuda"}),
@@ -81,33 +80,41 @@ class FlashAttn(Backend):
 
     def unavailable(self) -> Reason | None:
         """All that is missing, in one reason: the library, a GPU, a GPU that it has kernels for, a newer version."""
-        line, problems = self.line, []
+        line, problems, oldest = self.line, [], self.line.steps[0].since
+        too_old = self._version is not None and parse(self._version) < parse(oldest)
         if self._version is None:
             problems.append(f"{line.distributions[0]} is not installed")
-        elif parse(self._version) < line.minimum:
-            problems.append(f"{line.distributions[0]} {self._version} < {'.'.join(map(str, line.minimum))}")
-        major = self.major()
-        if major is None:
+        elif too_old:
+            problems.append(f"{line.distributions[0]} {self._version} < {oldest}")
+        gpu = self.compute_capability()
+        if gpu is None:
             problems.append("there is no CUDA device")
-        elif major not in line.majors:
-            runs_on = ", ".join(f"{m}.x" for m in sorted(line.majors))
-            problems.append(f"compute capability {major}.x, has kernels for {runs_on}")
+        elif not too_old and gpu[0] not in self.known.majors:
+            runs_on = ", ".join(f"{m}.x" for m in sorted(self.known.majors))
+            problems.append(f"compute capability {gpu[0]}.x, has kernels for {runs_on}")
         if not problems:
             return None
         hint = _INSTALL[line.name] if self._version is None else ""
         return Reason("device", "library", self._version, line.name, hint, "; ".join(problems))
 
-    def major(self) -> int | None:
-        """Major compute capability of the current GPU; None without one."""
-        return torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else None
+    def compute_capability(self) -> tuple[int, int] | None:
+        """Compute capability of the current GPU; None without one. (An op does not say which GPU it is for.)"""
+        return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
     def extra_reasons(self, op: AttentionOp) -> list[Reason]:
-        return [*self._sizes(op), *_positions(op), *_pairs(op, self.name, self.known.can)]
+        gpu = self.compute_capability() or (min(self.known.majors), 0)
+        sizes = self._sizes(op, gpu) or self._backward_sizes(op, gpu)
+        pairs = _pairs(op, self.name, self.known.can) + self._pairs_on(op, gpu)
+        if op.dropout_p >= 1:  # the kernels divide by 1 - p
+            text = f"dropout {op.dropout_p:g}, takes less than 1"
+            pairs.append(Reason("limit", "dropout_p", op.dropout_p, "< 1", 'backend="eager"', text))
+        return [*sizes, *_positions(op), *pairs]
 
-    def _sizes(self, op: AttentionOp) -> list[Reason]:
-        major = self.major() or min(self.line.majors)
+    def _sizes(self, op: AttentionOp, gpu: tuple[int, int]) -> list[Reason]:
+        major = gpu[0]
         largest = self.line.largest_head_dim(major)
-        if self.name == "flash_attn_4" and major in (10, 11) and (op.D, op.Dv) in ((192, 128), (256, 256)):
+        own = (op.D, op.Dv) == (192, 128) or (_is_256(op) and "head_256" in self.known.can)
+        if self.name == "flash_attn_4" and major in (10, 11) and own:
             return []  # kernels of their own
         if self.name == "flash_attn_3" and op.Dv != op.D and not _fits_flash_3(op):
             text = f"head_dim {op.D} with value head_dim {op.Dv}"
@@ -116,10 +123,44 @@ class FlashAttn(Backend):
         if wide > largest:
             text = f"head_dim {wide} > {largest} on compute capability {major}.x"
             return [Reason("limit", "head_dim", wide, f"<= {largest}", text=text)]
-        if self.name == "flash_attn_2" and op.grad and op.D > 192 and major not in (8, 9, 10):
-            text = f"gradients at head_dim {op.D} > 192 on compute capability {major}.x"
-            return [Reason("limit", "head_dim", op.D, "<= 192", text=text)]
         return []
+
+    def _backward_sizes(self, op: AttentionOp, gpu: tuple[int, int]) -> list[Reason]:
+        """Gradients beyond head size 192."""
+        wide = max(op.D, op.Dv)
+        if not op.grad or wide <= 192:
+            return []
+        text = ""
+        if self.name == "flash_attn_3" and op.deterministic:
+            text = f"deterministic gradients at head_dim {wide} > 192"
+        elif self.name == "flash_attn_2" and _is_small(gpu):
+            # with dropout it raised until 2.7.2; since 2.7.3 it launches no kernel there and leaves dq, dk and dv unset
+            since = "2.5.5" if wide > 224 else "2.6.2"
+            too_old = ("small_256" if wide > 224 else "small_224") not in self.known.can
+            why = f" before {since}" if too_old else " with dropout" if op.dropout_p > 0 else ""
+            text = f"gradients at head_dim {wide} > 192{why} on compute capability {gpu[0]}.{gpu[1]}" if why else ""
+        return [Reason("limit", "head_dim", wide, "<= 192", text=text)] if text else []
+
+    def _pairs_on(self, op: AttentionOp, gpu: tuple[int, int]) -> list[Reason]:
+        """What line 4 does not serve together on one GPU or in one version, and does on or in another."""
+        if self.name != "flash_attn_4":
+            return []
+        kinds = {type(part) for part in mask_parts(op.mask)}
+        sinks = op.weight.sinks if isinstance(op.weight, Softmax) else None
+        at_256 = gpu[0] in (10, 11) and _is_256(op)
+        where, dtype = f"on compute capability {gpu[0]}.x", op.operand(sinks.name).dtype if sinks is not None else ""
+        other_values = gpu[0] == 9 and bool(op.grad) and op.groups > 1 and op.Dv != op.D
+        table = {
+            f"softcap at head_dim 256 {where}": at_256 and any(isinstance(term, SoftCap) for term in op.score),
+            f"sinks at head_dim 256 {where}": at_256 and sinks is not None,
+            f"key lengths at head_dim 256 {where}": at_256 and KeyLengths in kinds,
+            f"window at head_dim 256 {where}": at_256 and Window in kinds,
+            f"sinks {where}": gpu[0] == 12 and sinks is not None,
+            # rounding them would be another result; bfloat16 ones are handed over as they are
+            f"{dtype} sinks before 4.0.0b26": dtype not in ("", "bfloat16") and "any_sinks" not in self.known.can,
+            f"gradients of grouped heads with value head_dim {op.Dv} != head_dim {op.D} {where}": other_values,
+        }
+        return _refused(table)
 
     def load(self) -> Any:
         """The library's module.
@@ -152,6 +193,15 @@ class FlashAttn(Backend):
                 seen = sum(op.Skv if side is None else side for side in (part.left, part.right)) + 1
                 visited = min(visited, seen / op.Skv)
         return dense_cost(op, visited)
+
+
+def _is_256(op: AttentionOp) -> bool:
+    return (op.D, op.Dv) == (256, 256)
+
+
+def _is_small(gpu: tuple[int, int]) -> bool:
+    """Whether a GPU has 99 KB of shared memory for a block: all of 8.x and 12.x but 8.0 (8.7 has more, and is rare)."""
+    return gpu[0] == 12 or (gpu[0] == 8 and gpu[1] > 0)
 
 
 def _fits_flash_3(op: AttentionOp) -> bool:
@@ -194,6 +244,10 @@ def _pairs(op: AttentionOp, name: str, can: frozenset[str]) -> list[Reason]:
         "gradients with softcap": has_cap and has_grad and name == "flash_attn_4",
         "gradients with sinks": has_sinks and has_grad,
     }
+    return _refused(table)
+
+
+def _refused(table: dict[str, Any]) -> list[Reason]:
     return [Reason("feature_pair", text, True, False, text=f"no {text}") for text, wrong in table.items() if wrong]
 
 

@@ -137,7 +137,13 @@ def _in_our_terms(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
 
 
 def _tensors(sources: dict[str, str], t: Operands) -> dict[str, torch.Tensor]:
-    return {argument: t[operand].detach().float().contiguous() for argument, operand in sources.items()}
+    """The operands; slopes and sinks in float32, but sinks in bfloat16 stay: every version of line 4 takes those."""
+    found = {}
+    for argument, operand in sources.items():
+        x = t[operand].detach()
+        stays = argument == "learnable_sink" and x.dtype == torch.bfloat16
+        found[argument] = (x if stays else x.float()).contiguous()
+    return found
 
 
 def compile_dense(name: str, library: Any, op: AttentionOp) -> Run:

@@ -41,7 +41,7 @@ def attend_pages(
         ``[B, Sq, Hq, Dv]``.
 
     Raises:
-        BackendError: the library is missing, too old for pages, or the page size is none that it takes.
+        BackendError: the library is missing, too old for pages, or it takes no such pages on this GPU.
     """
     missing = backend.unavailable()
     if missing is not None:
@@ -51,6 +51,10 @@ def attend_pages(
     page, multiple = key_pages.shape[1], _PAGE_MULTIPLE.get(backend.name, 1)
     if page % multiple:
         raise BackendError(f"{backend.name} takes pages of a multiple of {multiple} keys, got {page}")
+    major = (backend.compute_capability() or (0, 0))[0]
+    at_256 = query.shape[-1] == 256 and major in (10, 11)  # a kernel of its own, which takes no lengths
+    if backend.name == "flash_attn_4" and (major == 12 or at_256):
+        raise BackendError(f"flash_attn_4 has no pages{' at head_dim 256' * at_256} on compute capability {major}.x")
     library, unbounded = backend.load(), None if backend.name == "flash_attn_4" else -1
     table, used = block_table.to(torch.int32), key_lengths.to(torch.int32)
     given: dict[str, Any] = {"causal": is_causal}

@@ -363,6 +363,24 @@ def flash_attn_4_func(
     return out, lse if return_lse else None
 
 
+def older_flash_attn_4_func(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    softmax_scale=None,
+    causal=False,
+    window_size=(None, None),
+    learnable_sink=None,
+    softcap=0.0,
+    return_lse=False,
+):
+    """fa4-v4.0.0.beta25, as far as it matters: "learnable_sink must be bfloat16"."""
+    assert learnable_sink is None or learnable_sink.dtype == torch.bfloat16
+    return flash_attn_4_func(
+        q, k, v, None, None, softmax_scale, causal, window_size, learnable_sink, softcap, return_lse=return_lse
+    )
+
+
 def flash_attn_4_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -423,3 +441,4 @@ FLASH_3 = SimpleNamespace(
 )
 OLDER_FLASH_3 = SimpleNamespace(flash_attn_func=older_flash_attn_3_func)
 FLASH_4 = SimpleNamespace(flash_attn_func=flash_attn_4_func, flash_attn_varlen_func=flash_attn_4_varlen_func)
+OLDER_FLASH_4 = SimpleNamespace(flash_attn_func=older_flash_attn_4_func)

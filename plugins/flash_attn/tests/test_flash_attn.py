@@ -30,16 +30,16 @@ BY_NAME = {line.name: line for line in LINES}
 class OnCpu(FlashAttn):
     """A line whose library is a stand-in, on the CPU, where its facts are otherwise what they are."""
 
-    def __init__(self, name, version=None, library=None, major=9):
+    def __init__(self, name, version=None, library=None, gpu=(9, 0)):
         super().__init__(BY_NAME[name], version or NEWEST[name])
-        self.library, self._major = library or LIBRARIES[name], major
+        self.library, self._gpu = library or LIBRARIES[name], gpu
         (facts,) = self.capabilities
         features = facts.features - {"dropout"}  # random: no golden
         dtypes = facts.dtypes | {"float32", "float64"}
         self.capabilities = (replace(facts, devices=frozenset({"cpu"}), dtypes=dtypes, features=features),)
 
-    def major(self):
-        return self._major
+    def compute_capability(self):
+        return self._gpu
 
     def unavailable(self):
         return None
@@ -81,8 +81,8 @@ def test_every_feature_that_a_line_claims_is_in_a_case_that_it_is_verified_on(na
 # --- what is said where it cannot run --------------------------------------------------------------------------------
 
 
-def an_op(**changes) -> AttentionOp:
-    desc = TensorDesc((1, 4, 16, 64), "bfloat16", "cuda")
+def an_op(d=64, **changes) -> AttentionOp:
+    desc = TensorDesc((1, 4, 16, d), "bfloat16", "cuda")
     return AttentionOp(desc, desc, desc, **changes)
 
 
@@ -111,9 +111,11 @@ def _missing(line) -> FlashAttn:
     ("name", "version", "capability", "words"),
     [
         ("flash_attn_2", "2.0.9", (9, 0), "flash-attn 2.0.9 < 2.1"),
-        ("flash_attn_2", "2.8.3", (7, 5), "compute capability 7.x, has kernels for 8.x, 9.x, 10.x, 11.x, 12.x"),
+        ("flash_attn_2", "2.8.3", (7, 5), "compute capability 7.x, has kernels for 8.x, 9.x, 10.x, 12.x"),
+        ("flash_attn_2", "2.7.2.post1", (10, 0), "compute capability 10.x, has kernels for 8.x, 9.x"),
         ("flash_attn_3", "3.0.0", (8, 0), "compute capability 8.x, has kernels for 9.x"),
         ("flash_attn_4", "4.0.0b27", (8, 9), "compute capability 8.x, has kernels for 9.x, 10.x, 11.x, 12.x"),
+        ("flash_attn_4", "4.0.0b4", (12, 0), "flash-attn-4 4.0.0b4 < 4.0.0b5"),
     ],
 )
 def test_an_old_version_or_another_gpu_is_named(monkeypatch, name, version, capability, words):
@@ -130,22 +132,35 @@ def test_three_backends_are_offered_and_call_themselves_untested():
 
 
 @pytest.mark.parametrize(
-    ("version", "features", "can"),
+    ("before", "version", "features", "can", "majors"),
     [
-        ("2.1.2", set(), set()),
-        ("2.2.5", {"mask:KeyLengths"}, {"cache"}),
-        ("2.3.6", {"mask:Window"}, set()),
-        ("2.4.3", {"score:Alibi"}, {"deterministic"}),
-        ("2.5.9.post1", set(), {"pages"}),
-        ("2.6.3", {"score:SoftCap"}, {"cache_lse", "packed_lse"}),
+        ("2.0.9", "2.1.2", None, set(), {8, 9}),
+        ("2.1.2", "2.2.5", {"mask:KeyLengths"}, {"cache"}, set()),
+        ("2.2.5", "2.3.6", {"mask:Window"}, set(), set()),
+        ("2.3.6", "2.4.3", {"score:Alibi"}, {"deterministic"}, set()),
+        ("2.4.3", "2.5.4", set(), {"pages"}, set()),
+        ("2.5.4", "2.5.9.post1", set(), {"small_256"}, set()),
+        ("2.5.9.post1", "2.6.1", {"score:SoftCap"}, {"cache_lse", "packed_lse"}, set()),
+        ("2.6.1", "2.6.3", set(), {"small_224"}, set()),
+        ("2.7.2.post1", "2.7.3", set(), set(), {10, 12}),
+        ("2.8.3.post1", "2.8.4", set(), set(), {11}),
+        ("4.0.0b10", "4.0.0b11", set(), {"head_256"}, set()),
+        ("4.0.0b25", "4.0.0b26", set(), {"any_sinks"}, set()),
+        ("4.0.0b27", "4.0.0", set(), set(), set()),
     ],
 )
-def test_a_version_of_line_2_can_what_it_added_and_the_one_before_cannot(version, features, can):
-    line, this = BY_NAME["flash_attn_2"], parse(version)
-    before = known_at(line, (this[0], this[1] - 1, 99))
-    now = known_at(line, this)
-    assert now.features - before.features == features or not before.features
-    assert now.can - before.can == can
+def test_a_version_can_what_it_added_and_the_one_before_cannot(before, version, features, can, majors):
+    line = BY_NAME["flash_attn_2" if version.startswith("2") else "flash_attn_4"]
+    old, new = known_at(line, before), known_at(line, version)
+    assert features is None or new.features - old.features == features
+    assert (new.can - old.can, new.majors - old.majors) == (can, majors)
+
+
+def test_a_beta_comes_before_the_release_and_after_the_beta_before_it():
+    versions = ["2.7.2.post1", "2.7.3", "2.10", "4.0.0b9", "4.0.0.beta10", "4.0.0b10.dev3", "4.0.0", "4.0.1"]
+    numbers = [parse(version) for version in versions]
+    assert numbers == sorted(numbers)
+    assert parse("4.0.0b9") < parse("4.0.0b10") < parse("4.0.0rc1")
 
 
 def test_a_feature_of_a_later_version_is_refused_by_name():
@@ -214,24 +229,123 @@ def test_a_pair_that_a_line_does_not_serve_is_refused_by_name(name, call, words)
 
 
 @pytest.mark.parametrize(
-    ("name", "major", "d", "dv", "fits"),
+    ("name", "gpu", "d", "dv", "fits"),
     [
-        ("flash_attn_2", 9, 256, 256, True),
-        ("flash_attn_2", 9, 264, 264, False),
-        ("flash_attn_2", 9, 60, 60, False),
-        ("flash_attn_3", 9, 192, 128, True),
-        ("flash_attn_3", 9, 64, 512, True),
-        ("flash_attn_3", 9, 128, 64, False),
-        ("flash_attn_4", 9, 256, 256, True),
-        ("flash_attn_4", 10, 192, 128, True),
-        ("flash_attn_4", 10, 192, 192, False),
-        ("flash_attn_4", 10, 256, 256, True),
-        ("flash_attn_4", 12, 256, 256, False),
+        ("flash_attn_2", (9, 0), 256, 256, True),
+        ("flash_attn_2", (9, 0), 264, 264, False),
+        ("flash_attn_2", (9, 0), 60, 60, False),
+        ("flash_attn_3", (9, 0), 192, 128, True),
+        ("flash_attn_3", (9, 0), 64, 512, True),
+        ("flash_attn_3", (9, 0), 128, 64, False),
+        ("flash_attn_4", (9, 0), 256, 256, True),
+        ("flash_attn_4", (10, 0), 192, 128, True),
+        ("flash_attn_4", (10, 0), 192, 192, False),
+        ("flash_attn_4", (10, 0), 256, 256, True),
+        ("flash_attn_4", (12, 0), 256, 256, False),
     ],
 )
-def test_head_sizes_are_taken_as_the_kernels_have_them(name, major, d, dv, fits):
+def test_head_sizes_are_taken_as_the_kernels_have_them(name, gpu, d, dv, fits):
     q, v = torch.randn(1, 2, 6, d), torch.randn(1, 2, 6, dv)
-    assert (OnCpu(name, major=major).reasons_against(dispatch.plan(q, q, v).op) == []) is fits
+    assert (OnCpu(name, gpu=gpu).reasons_against(dispatch.plan(q, q, v).op) == []) is fits
+
+
+def said_of(name, version, gpu, op) -> list[str]:
+    """What its own hook says; dropout, which `OnCpu` does not declare, included."""
+    return [str(reason) for reason in OnCpu(name, version, gpu=gpu).extra_reasons(op)]
+
+
+GRAD = {"grad": ("query", "key", "value")}
+
+
+@pytest.mark.parametrize(
+    ("version", "gpu", "d", "changes", "words"),
+    [
+        ("2.8.3", (8, 6), 256, {"dropout_p": 0.1}, "with dropout on compute capability 8.6"),
+        ("2.8.3", (8, 9), 200, {"dropout_p": 0.1}, "with dropout on compute capability 8.9"),
+        ("2.8.3", (12, 0), 256, {"dropout_p": 0.1}, "with dropout on compute capability 12.0"),
+        ("2.5.4", (8, 6), 256, {}, "before 2.5.5 on compute capability 8.6"),
+        ("2.6.1", (8, 9), 224, {}, "before 2.6.2 on compute capability 8.9"),
+        ("2.6.1", (8, 6), 256, {}, None),
+        ("2.6.2", (8, 6), 224, {}, None),
+        ("2.8.3", (12, 0), 256, {}, None),
+        ("2.8.3", (8, 6), 192, {"dropout_p": 0.1}, None),
+        ("2.8.3", (8, 6), 256, {"dropout_p": 0.1, "grad": ()}, None),
+        ("2.1.0", (8, 0), 256, {"dropout_p": 0.1}, None),
+        ("2.8.3", (10, 0), 256, {"dropout_p": 0.1}, None),
+    ],
+)
+def test_gradients_of_wide_heads_are_refused_where_shared_memory_is_small(version, gpu, d, changes, words):
+    said = said_of("flash_attn_2", version, gpu, an_op(d=d, **{**GRAD, **changes}))
+    assert said == ([] if words is None else [f"gradients at head_dim {d} > 192 {words}"])
+
+
+def test_deterministic_gradients_of_line_3_end_at_head_dim_192():
+    wide, fits = (an_op(d=d, deterministic=True, **GRAD) for d in (200, 192))
+    assert said_of("flash_attn_3", "3.0.0", (9, 0), wide) == ["deterministic gradients at head_dim 200 > 192"]
+    assert said_of("flash_attn_3", "3.0.0", (9, 0), fits) == []
+    assert said_of("flash_attn_3", "3.0.0", (9, 0), an_op(d=200, deterministic=True)) == []
+
+
+def test_dropout_of_everything_is_refused():
+    assert said_of("flash_attn_2", "2.8.3", (8, 0), an_op(dropout_p=1.0)) == [
+        'dropout 1, takes less than 1 (backend="eager")'
+    ]
+    assert said_of("flash_attn_2", "2.8.3", (8, 0), an_op(dropout_p=0.999)) == []
+
+
+SINKS = {"sinks": torch.ones(4)}
+
+
+@pytest.mark.parametrize(
+    ("version", "gpu", "d", "call", "words"),
+    [
+        ("4.0.0b27", (10, 0), 256, {"softcap": 2.0}, "no softcap at head_dim 256 on compute capability 10.x"),
+        ("4.0.0b27", (11, 0), 256, SINKS, "no sinks at head_dim 256 on compute capability 11.x"),
+        ("4.0.0b27", (10, 3), 256, {"window": (2, 0)}, "no window at head_dim 256 on compute capability 10.x"),
+        (
+            *("4.0.0b27", (10, 0), 256, {"key_lengths": torch.tensor([4])}),
+            "no key lengths at head_dim 256 on compute capability 10.x",
+        ),
+        ("4.0.0b10", (10, 0), 256, {}, "head_dim 256 > 128 on compute capability 10.x"),
+        ("4.0.0b27", (10, 0), 256, {"is_causal": True}, None),
+        ("4.0.0b27", (9, 0), 256, {"softcap": 2.0, "window": (2, 0), **SINKS}, None),
+        ("4.0.0b27", (12, 0), 64, SINKS, "no sinks on compute capability 12.x"),
+        ("4.0.0b25", (10, 0), 64, SINKS, "no float32 sinks before 4.0.0b26"),
+        ("4.0.0b25", (10, 0), 64, {"sinks": torch.ones(4, dtype=torch.bfloat16)}, None),
+        ("4.0.0b27", (10, 0), 64, SINKS, None),
+    ],
+)
+def test_what_line_4_lacks_on_one_gpu_or_in_one_version_is_refused_by_name(version, gpu, d, call, words):
+    q = torch.randn(1, 4, 6, d)
+    said = said_of("flash_attn_4", version, gpu, dispatch.plan(q, q, q, **call).op)
+    assert said == ([] if words is None else [words])
+
+
+def test_line_4_has_no_gradients_of_grouped_heads_with_other_values_on_hopper():
+    q, k, v = (torch.randn(1, h, 6, d, requires_grad=True) for h, d in ((4, 128), (2, 128), (2, 64)))
+    op = dispatch.plan(q, k, v, enable_gqa=True).op
+    assert op.grad
+    words = "no gradients of grouped heads with value head_dim 64 != head_dim 128 on compute capability 9.x"
+    assert said_of("flash_attn_4", "4.0.0b27", (9, 0), op) == [words]
+    assert said_of("flash_attn_4", "4.0.0b27", (10, 0), op) == []
+    assert said_of("flash_attn_4", "4.0.0b27", (9, 0), op.with_(grad=())) == []
+
+
+@pytest.mark.parametrize(
+    ("version", "library", "dtype"),
+    [
+        ("4.0.0b25", fakes.OLDER_FLASH_4, torch.bfloat16),
+        ("4.0.0b27", fakes.FLASH_4, torch.bfloat16),
+        ("4.0.0b27", fakes.FLASH_4, torch.float32),
+    ],
+)
+def test_sinks_reach_line_4_in_a_dtype_that_its_version_takes(version, library, dtype):
+    backend = OnCpu("flash_attn_4", version, library)
+    q, sinks = torch.randn(1, 2, 6, 16), torch.tensor([0.3, -1.2], dtype=dtype)
+    plan = dispatch.plan(q, q, q, sinks=sinks)
+    assert backend.reasons_against(plan.op) == []
+    got = backend.compile(plan.op).run(q, q, q, plan.binding.operands(plan.tensors))
+    torch.testing.assert_close(got, dispatch.attention(q, q, q, sinks=sinks, backend="eager"))
 
 
 @pytest.mark.parametrize("name", BY_NAME)
@@ -281,6 +395,11 @@ def test_pages_that_a_line_cannot_take_are_refused_with_the_size():
         attend_pages(OnCpu("flash_attn_2"), query, keys, keys, torch.tensor([[0]]), torch.tensor([3]))
     with pytest.raises(BackendError, match=r"2\.4\.1 has no pages"):
         attend_pages(OnCpu("flash_attn_2", "2.4.1"), query, keys, keys, torch.tensor([[0]]), torch.tensor([3]))
+    with pytest.raises(BackendError, match=r"flash_attn_4 has no pages on compute capability 12\.x"):
+        attend_pages(OnCpu("flash_attn_4", gpu=(12, 0)), query, keys, keys, torch.tensor([[0]]), torch.tensor([3]))
+    query, keys = torch.randn(1, 1, 2, 256), torch.randn(2, 16, 2, 256)
+    with pytest.raises(BackendError, match=r"no pages at head_dim 256 on compute capability 10\.x"):
+        attend_pages(OnCpu("flash_attn_4", gpu=(10, 0)), query, keys, keys, torch.tensor([[0]]), torch.tensor([3]))
 
 
 @pytest.mark.parametrize(("sq", "skv", "offset"), [(4, 9, 0), (4, 9, 2), (6, 6, -2)])

@@ -37,7 +37,16 @@ from attn_dispatch.plugin import (
     dense_cost,
 )
 
-__all__ = ["FEATURES_SINCE", "FlashInfer", "has_sinks", "is_causal", "key_end", "mask_parts", "window_left"]
+__all__ = [
+    "FEATURES_SINCE",
+    "FlashInfer",
+    "has_sinks",
+    "is_causal",
+    "key_end",
+    "leaves_rows_empty",
+    "mask_parts",
+    "window_left",
+]
 
 # Words of `AttentionOp.features` by the version that brought them.
 FEATURES_SINCE: tuple[tuple[tuple[int, ...], frozenset[str]], ...] = (
@@ -50,6 +59,9 @@ FEATURES_SINCE: tuple[tuple[tuple[int, ...], frozenset[str]], ...] = (
     ),
     ((0, 4), frozenset({"sinks"})),
 )
+# Before it the kernels mask with -5e4, not -inf: lse of an empty row is about that (in base 2, like all of theirs), and
+# on Hopper a row of which every key is masked gets the mean of values. d7f2c64 on main; the branch of 0.6.18 lacks it.
+EMPTY_ROWS_SINCE = (0, 6, 19)
 HEAD_DIMS = (64, 128, 256)
 MAJORS = frozenset({8, 9, 10, 12})
 
@@ -86,6 +98,13 @@ def key_end(op: AttentionOp, sq: int, skv: int) -> int | None:
     return end if end == skv or (is_causal(op) and 0 < end < skv) else None
 
 
+def leaves_rows_empty(op: AttentionOp, sq: int, end: int) -> bool:
+    """Whether queries stand before the first of ``end`` keys and look back alone. (Rows of key length 0 are another
+    matter: no tile of them is computed, so they are 0 in every version.)
+    """
+    return is_causal(op) and sq > end
+
+
 class FlashInfer(Backend):
     """FlashInfer's batch wrappers.
 
@@ -102,7 +121,8 @@ class FlashInfer(Backend):
 
     def __init__(self, version: str | None = None) -> None:
         self._version = version if version is not None else installed_version()
-        known = FEATURES_SINCE[-1][0] if self._version is None else parse(self._version)
+        known = EMPTY_ROWS_SINCE if self._version is None else parse(self._version)
+        self.masks_with_finite = known < EMPTY_ROWS_SINCE
         features = frozenset[str]().union(*(words for since, words in FEATURES_SINCE if since <= known))
         self.capabilities = (
             Capability(
@@ -139,9 +159,13 @@ class FlashInfer(Backend):
         if op.D not in HEAD_DIMS:
             text = f"head_dim {op.D} is none of {', '.join(map(str, HEAD_DIMS))}"
             reasons.append(Reason("limit", "head_dim", op.D, HEAD_DIMS, f"pad_head_dim > {self.name}", text))
-        if key_end(op, op.Sq, op.Skv) is None:
+        end = key_end(op, op.Sq, op.Skv)
+        if end is None:
             text = f"q_offset {op.q_offset}, counts from the last key ({op.Skv - op.Sq})"
             reasons.append(Reason("limit", "q_offset", op.q_offset, op.Skv - op.Sq, 'backend="flex"', text))
+        elif self.masks_with_finite and leaves_rows_empty(op, op.Sq, end):
+            text = f"rows without a key ({op.Sq} queries over {end} keys) before {'.'.join(map(str, EMPTY_ROWS_SINCE))}"
+            reasons.append(Reason("limit", "Sq", op.Sq, f"<= {end}", 'backend="flex"', text))
         parts = mask_parts(op.mask)
         lengths = any(isinstance(part, KeyLengths) for part in parts)
         ahead = not is_causal(op) and any(isinstance(part, Window) and part.right is not None for part in parts)
@@ -168,7 +192,7 @@ class FlashInfer(Backend):
     def compile(self, op: AttentionOp) -> Executable:
         from attn_dispatch_flashinfer.wrappers import Planned
 
-        return Executable(Planned(self.load(), op))
+        return Executable(Planned(self.load(), op, self.masks_with_finite))
 
     def estimate(self, op: AttentionOp) -> Cost:
         visited = 0.5 if is_causal(op) and op.Sq == op.Skv else 1.0

@@ -26,6 +26,7 @@ class PagedPlan:
     wrapper: Any
     batch: int
     queries: int
+    masks_with_finite: bool
 
     def run(
         self, query: torch.Tensor, key_pages: torch.Tensor, value_pages: torch.Tensor
@@ -39,8 +40,9 @@ class PagedPlan:
             out ``[B, Sq, Hq, D]``, lse ``[B, Hq, Sq]``.
         """
         out, lse = self.wrapper.run(query.flatten(0, 1), (key_pages, value_pages), return_lse=True)
+        lse = in_our_terms(out, lse, self.masks_with_finite)
         sizes = (self.batch, self.queries)
-        return out.unflatten(0, sizes), in_our_terms(out, lse).unflatten(0, sizes).transpose(1, 2)
+        return out.unflatten(0, sizes), lse.unflatten(0, sizes).transpose(1, 2)
 
 
 def plan_pages(
@@ -62,7 +64,8 @@ def plan_pages(
             at least 1. Both are read on the host.
 
     Raises:
-        BackendError: the library or a GPU is missing, or a sequence has no keys.
+        BackendError: the library or a GPU is missing, or a sequence has no keys (before 0.6.19, with a causal mask: or
+            fewer than queries).
     """
     missing = backend.unavailable()
     if missing is not None:
@@ -72,6 +75,8 @@ def plan_pages(
     lengths = [int(n) for n in key_lengths.tolist()]
     if min(lengths) < 1:
         raise BackendError(f"flashinfer plans pages of sequences with at least one key, got key_lengths {lengths}")
+    if is_causal and backend.masks_with_finite and min(lengths) < sq:
+        raise BackendError(f"rows without a key need flashinfer 0.6.19: {sq} queries, key_lengths {lengths}")
     counts = [math.ceil(n / page) for n in lengths]
     used = torch.cat([row[:count] for row, count in zip(block_table, counts, strict=True)]).to(torch.int32)
     ends = torch.tensor([sum(counts[:i]) for i in range(b + 1)], dtype=torch.int32, device=query.device)
@@ -86,4 +91,4 @@ def plan_pages(
         q_data_type=query.dtype,
         kv_data_type=key_pages.dtype,
     )
-    return PagedPlan(wrapper, b, sq)
+    return PagedPlan(wrapper, b, sq, backend.masks_with_finite)

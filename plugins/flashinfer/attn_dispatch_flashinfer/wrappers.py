@@ -7,7 +7,8 @@
 3. ``plan`` runs again when a size or the key lengths change. Lengths count as the same while they lie in the same
    memory with the same version counter, the mark that autograd knows changed tensors by: all layers of a decode step
    share one plan. Planning reads the lengths on the host, so it waits for the device.
-4. Its lse is in base 2. An empty row is 0 with lse -inf; a row of NaN loses it in lse and gets it back here.
+4. Its lse is in base 2. An empty row is 0 with lse -inf (before 0.6.19 about -5e4, which is -inf here); a row of NaN
+   loses it in lse and gets it back here.
 """
 
 from __future__ import annotations
@@ -19,7 +20,14 @@ from typing import Any
 import torch
 
 from attn_dispatch.plugin import AttentionOp, BackendError, KeyLengths, Operands, Raw, Ref, SoftCap, Softmax
-from attn_dispatch_flashinfer.backend import has_sinks, is_causal, key_end, mask_parts, window_left
+from attn_dispatch_flashinfer.backend import (
+    has_sinks,
+    is_causal,
+    key_end,
+    leaves_rows_empty,
+    mask_parts,
+    window_left,
+)
 
 __all__ = ["Planned", "in_our_terms", "workspace"]
 
@@ -36,16 +44,19 @@ def workspace(device: torch.device) -> torch.Tensor:
     return _buffers.by_device[device]
 
 
-def in_our_terms(out: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
+def in_our_terms(out: torch.Tensor, lse: torch.Tensor, masks_with_finite: bool) -> torch.Tensor:
     """lse of rows ``[..., H]`` in base e, NaN where out ``[..., H, D]`` is; rule 4."""
-    return torch.where(torch.isnan(out[..., 0]), math.nan, lse.float() * math.log(2))
+    lse = lse.float()
+    if masks_with_finite:
+        lse = torch.where(lse <= -4e4, -math.inf, lse)
+    return torch.where(torch.isnan(out[..., 0]), math.nan, lse * math.log(2))
 
 
 class Planned:
     """``run`` of an op: a wrapper for each thread and device, planned when that is needed."""
 
-    def __init__(self, library: Any, op: AttentionOp) -> None:
-        self._library, self._op = library, op
+    def __init__(self, library: Any, op: AttentionOp, masks_with_finite: bool) -> None:
+        self._library, self._op, self._masks_with_finite = library, op, masks_with_finite
         self._lengths = next((p.lengths for p in mask_parts(op.mask) if isinstance(p, KeyLengths)), None)
         self._sinks = op.weight.sinks if isinstance(op.weight, Softmax) else None
         self._cap = next((term.cap for term in op.score if isinstance(term, SoftCap)), None)
@@ -54,9 +65,11 @@ class Planned:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
         b, hq, sq, d = q.shape
         end = key_end(self._op, sq, k.shape[2])
-        if end is None:  # a rewrite that changes lengths after the op was checked
+        if end is None or (self._masks_with_finite and leaves_rows_empty(self._op, sq, end)):
+            # a rewrite that changes lengths after the op was checked
             problem = f"q_offset {self._op.q_offset} with {sq} queries and {k.shape[2]} keys"
-            raise BackendError(f"compiled for {self._op}, and run with {problem}: positions count from the last key")
+            why = "positions count from the last key" if end is None else "rows without a key need flashinfer 0.6.19"
+            raise BackendError(f"compiled for {self._op}, and run with {problem}: {why}")
         if end < k.shape[2]:
             k, v = k[:, :, :end], v[:, :, :end]
         rows = q.transpose(1, 2).reshape(b * sq, hq, d)
@@ -73,7 +86,8 @@ class Planned:
         ours = out.unflatten(0, (b, sq)).transpose(1, 2)
         if lse is None:
             return ours
-        return Raw(ours, in_our_terms(out, lse).unflatten(0, (b, sq)).transpose(1, 2))
+        lse = in_our_terms(out, lse, self._masks_with_finite)
+        return Raw(ours, lse.unflatten(0, (b, sq)).transpose(1, 2))
 
     # --- plans -----------------------------------------------------------------------------------------------------
 

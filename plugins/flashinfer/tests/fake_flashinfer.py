@@ -12,10 +12,14 @@ import math
 import torch
 
 plans: list[str] = []  # the wrapper of every plan that was made, in order
+MASKED = -5e4  # ``math::inf`` of include/flashinfer/math.cuh, until 0.6.19; -inf is the other
 
 
 def attend(q, k, v, scale, causal, left, cap, sinks=None):
-    """``[S, H, D]`` of one sequence: out and the base-2 lse ``[Sq, H]``; positions count from the last key."""
+    """``[S, H, D]`` of one sequence: out and the base-2 lse ``[Sq, H]``; positions count from the last key.
+
+    With the finite mask a row without keys is as on Hopper: 0 where no tile is computed, else the mean of the values.
+    """
     sq, skv, groups = q.shape[0], k.shape[0], q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) for x in (k, v))
     distance = torch.arange(skv)[None, :] - (torch.arange(sq)[:, None] + skv - sq)
@@ -29,8 +33,11 @@ def attend(q, k, v, scale, causal, left, cap, sinks=None):
     dead = torch.isneginf(lse)
     weights = torch.exp(scores - torch.where(dead, 0.0, lse)[..., None]).masked_fill(gone, 0.0)
     out = torch.einsum("hij,jhe->ihe", weights, v.double()).to(q.dtype)
-    lse = torch.where(lse.isnan(), -math.inf, lse)  # the maximum drops NaN
-    return out, (lse / math.log(2)).float().T
+    lse = torch.where(lse.isnan(), -math.inf, lse) / math.log(2)  # the maximum drops NaN
+    if sinks is None and not math.isinf(MASKED):
+        out = torch.where(dead.T[..., None], v.double().mean(0).to(q.dtype), out) if skv else out
+        lse = torch.where(torch.isneginf(lse), MASKED * scale / math.log(2) + math.log2(skv) if skv else MASKED, lse)
+    return out, lse.float().T
 
 
 class _Wrapper:
@@ -45,6 +52,10 @@ class _Wrapper:
         for i, last in enumerate(self.last.tolist()):
             own = pages[self.indices[self.indptr[i] : self.indptr[i + 1]].long()].flatten(0, 1)
             yield own[: max(int(self.indptr[i + 1] - self.indptr[i]) - 1, 0) * self.page + last]
+
+    def caches(self, pair):
+        k, v = pair
+        return self.sequences(k), self.sequences(v)
 
     def finish(self, q, ks, vs, return_lse, sinks=None, scale=None):
         scale = self.scale if scale is None else scale
@@ -191,7 +202,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
     ):
         assert q.dtype == self.dtype
         assert not args
-        return self.finish(q, *map(self.sequences, paged_kv_cache), return_lse)
+        return self.finish(q, *self.caches(paged_kv_cache), return_lse)
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
@@ -262,7 +273,7 @@ class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
     ):
         assert q.dtype == self.dtype
         assert not args
-        return self.finish(q, *map(self.sequences, paged_kv_cache), return_lse)
+        return self.finish(q, *self.caches(paged_kv_cache), return_lse)
 
 
 class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper):
@@ -293,4 +304,4 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         """As in tests/attention/test_attention_sink.py: sink and scale are the kernel's own extra arguments."""
         assert self.made_for == (q.dtype, q.shape[-1], q.shape[-1], self.left >= 0)
         assert sink.dtype == torch.float32
-        return self.finish(q, *map(self.sequences, paged_kv_cache), False, sink, sm_scale)
+        return self.finish(q, *self.caches(paged_kv_cache), False, sink, sm_scale)

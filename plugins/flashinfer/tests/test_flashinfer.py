@@ -7,6 +7,7 @@ the plugin's mapping. The kernels themselves are untested.
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import replace
 
 import fake_flashinfer
@@ -60,6 +61,7 @@ EXTRA = (
     Case("decode_lse", sizes=Sizes(3, 4, 2, 1, 9, 64, 64), lse=True),
     Case("decode_lengths", "key_lengths", sizes=Sizes(3, 4, 2, 1, 9, 64, 64), lse=True),
     Case("decode_window", "window_causal", sizes=Sizes(2, 6, 1, 1, 20, 64, 64), lse=True),
+    Case("decode_lengths_zero", "key_lengths_zero", sizes=Sizes(2, 4, 2, 1, 9, 64, 64), lse=True),
     Case("prefill_lengths", "key_lengths_zero", sizes=Sizes(2, 4, 2, 5, 9, 64, 64), lse=True),
     Case("sinks_lengths", "key_lengths", sizes=Sizes(2, 4, 2, 5, 9, 64, 64), sinks=True),
     Case("sinks_window", "window_causal", sizes=Sizes(2, 4, 2, 5, 9, 64, 64), sinks=True),
@@ -128,6 +130,14 @@ def test_sinks_are_refused_by_name_before_the_version_that_brought_them():
         (64, {"bias": torch.ones(2)}, "no ALiBi"),
         (64, {"is_causal": True, "q_offset": 3}, 'q_offset 3, counts from the last key (0) (backend="flex")'),
         (64, {"attn_mask": masks.causal(), "key_lengths": torch.tensor([4])}, "no key lengths with another mask"),
+        (
+            *(64, {"attn_mask": masks.key_lengths([4]) & masks.key_lengths([2])}),
+            "no key lengths with another mask",
+        ),
+        (
+            *(64, {"is_causal": True, "q_offset": -2}),
+            'rows without a key (6 queries over 4 keys) before 0.6.19 (backend="flex")',
+        ),
     ],
 )
 def test_what_it_does_not_serve_is_refused_by_name(d, call, words):
@@ -180,6 +190,21 @@ def test_a_plan_serves_all_layers_of_a_step_and_not_the_next_step():
     assert len(fake_flashinfer.plans) == 4
 
 
+@pytest.mark.parametrize("offset", ["end", -2])
+def test_rows_without_a_key_are_empty_since_the_version_that_masks_with_infinity(monkeypatch, offset):
+    monkeypatch.setattr(fake_flashinfer, "MASKED", -math.inf)
+    q, k = torch.randn(2, 2, 6, 64), torch.randn(2, 2, 4, 64)
+    options = {"is_causal": True, "q_offset": -2, "return_lse": True}
+    op = dispatch.plan(q, k, k, **options).op.with_(q_offset=offset)
+    assert [reason.field for reason in OnCpu("0.6.18").reasons_against(op)] == ["Sq"]
+    assert OnCpu("0.6.19").reasons_against(op) == []
+    got, want = OnCpu("0.6.19").compile(op).run(q, k, k, {}), dispatch.attention(q, k, k, backend="eager", **options)
+    torch.testing.assert_close(got.out, want.out)
+    torch.testing.assert_close(got.lse, want.lse)
+    with pytest.raises(BackendError, match=r"6 queries and 4 keys: rows without a key need flashinfer 0\.6\.19"):
+        OnCpu("0.6.18").compile(op).run(q, k, k, {})
+
+
 def test_a_library_without_the_sink_wrapper_is_named():
     q = torch.randn(1, 2, 4, 64)
     op = dispatch.plan(q, q, q, sinks=torch.ones(2)).op
@@ -212,6 +237,10 @@ def test_pages_of_a_sequence_without_keys_are_refused():
     query, keys = torch.randn(2, 1, 2, 64), torch.randn(2, 4, 2, 64)
     with pytest.raises(BackendError, match=r"at least one key, got key_lengths \[0, 2\]"):
         plan_pages(OnCpu(), query, keys, torch.tensor([[0], [1]]), torch.tensor([0, 2]))
+    with pytest.raises(
+        BackendError, match=r"rows without a key need flashinfer 0\.6\.19: 3 queries, key_lengths \[3, 2\]"
+    ):
+        plan_pages(OnCpu(), query.expand(2, 3, 2, 64), keys, torch.tensor([[0], [1]]), torch.tensor([3, 2]))
 
 
 # --- where the hardware is -------------------------------------------------------------------------------------------

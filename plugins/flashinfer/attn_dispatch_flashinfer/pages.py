@@ -21,7 +21,7 @@ __all__ = ["PagedPlan", "plan_pages"]
 
 @dataclass(frozen=True)
 class PagedPlan:
-    """A planned wrapper; make it with `plan_pages`."""
+    """A planned wrapper; make it with `plan_pages`, and run it on the stream that it was planned on."""
 
     wrapper: Any
     batch: int

@@ -9,13 +9,15 @@
    share one plan. Planning reads the lengths on the host, so it waits for the device.
 4. Its lse is in base 2. An empty row is 0 with lse -inf (before 0.6.19 about -5e4, which is -inf here); a row of NaN
    loses it in lse and gets it back here.
+5. A workspace and a plan belong to one thread, device and stream: two streams may run at once. While a CUDA graph is
+   captured nothing can be planned, so the plan of the warm-up serves, whatever stream that ran on.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -36,12 +38,22 @@ _buffers = threading.local()
 
 
 def workspace(device: torch.device) -> torch.Tensor:
-    """This thread's workspace on a device; zeroed, as the decode wrapper wants it for its first use."""
-    if not hasattr(_buffers, "by_device"):
-        _buffers.by_device = {}
-    if device not in _buffers.by_device:
-        _buffers.by_device[device] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
-    return _buffers.by_device[device]
+    """The workspace of this thread and stream on a device; zeroed, as the decode wrapper wants it for its first use."""
+    if not hasattr(_buffers, "by_stream"):
+        _buffers.by_stream = {}
+    key = (device, _stream(device))
+    if key not in _buffers.by_stream:
+        _buffers.by_stream[key] = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=device)
+    return _buffers.by_stream[key]
+
+
+def _stream(device: torch.device) -> int:
+    """The handle of the stream that work for a device is queued on."""
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def in_our_terms(out: torch.Tensor, lse: torch.Tensor, masks_with_finite: bool) -> torch.Tensor:
@@ -52,8 +64,16 @@ def in_our_terms(out: torch.Tensor, lse: torch.Tensor, masks_with_finite: bool) 
     return torch.where(torch.isnan(out[..., 0]), math.nan, lse * math.log(2))
 
 
+class _Plan(NamedTuple):
+    """A planned wrapper, what it was planned for, and the lengths, so that no other tensor gets their memory."""
+
+    key: tuple[Any, ...]
+    wrapper: Any
+    lengths: torch.Tensor | None = None
+
+
 class Planned:
-    """``run`` of an op: a wrapper for each thread and device, planned when that is needed."""
+    """``run`` of an op: a wrapper for each thread, device and stream, planned when that is needed."""
 
     def __init__(self, library: Any, op: AttentionOp, masks_with_finite: bool) -> None:
         self._library, self._op, self._masks_with_finite = library, op, masks_with_finite
@@ -98,25 +118,41 @@ class Planned:
             return found
         return found | {"sm_scale": self._op.effective_scale, "logits_soft_cap": self._cap}
 
+    def _kept(self, device: torch.device, key: tuple[Any, ...]) -> Any:
+        """The wrapper that is planned for this, or None; rule 5."""
+        plans, here = self._plans(), (device, _stream(device))
+        found = list(plans.values()) if _is_capturing(device) else [plans[here]] if here in plans else []
+        return next((plan.wrapper for plan in found if plan.key == key), None)
+
+    def _keep(self, device: torch.device, plan: _Plan) -> Any:
+        self._plans()[device, _stream(device)] = plan
+        return plan.wrapper
+
+    def _plans(self) -> dict[tuple[torch.device, int], _Plan]:
+        if not hasattr(self._local, "plans"):
+            self._local.plans = {}
+        return self._local.plans
+
     def _ragged(self, q: torch.Tensor, k: torch.Tensor) -> Any:
         b, hq, sq, d = q.shape
         skv, hkv = k.shape[2], k.shape[1]
         key = (b, sq, skv, q.device)
-        if getattr(self._local, "key", None) == key:
-            return self._local.wrapper
+        kept = self._kept(q.device, key)
+        if kept is not None:
+            return kept
         wrapper = self._wrapper("BatchPrefillWithRaggedKVCacheWrapper", q.device, kv_layout="NHD")
         ends_q, ends_k = (_ends(b, n, q.device) for n in (sq, skv))
         wrapper.plan(ends_q, ends_k, hq, hkv, d, causal=is_causal(self._op), **self._common(q))
-        self._local.key, self._local.wrapper = key, wrapper
-        return wrapper
+        return self._keep(q.device, _Plan(key, wrapper))
 
     def _paged(self, q: torch.Tensor, k: torch.Tensor, t: Operands) -> Any:
         b, hq, sq, d = q.shape
         skv, hkv = k.shape[2], k.shape[1]
         lengths = None if self._lengths is None else _of(self._lengths, t, q.device)
         key = (b, sq, skv, q.device, _mark(lengths))
-        if getattr(self._local, "key", None) == key and key[-1] is not None:
-            return self._local.wrapper
+        kept = None if key[-1] is None else self._kept(q.device, key)
+        if kept is not None:
+            return kept
         pages = _ends(b, 1, q.device), torch.arange(b, dtype=torch.int32, device=q.device)
         used = torch.full((b,), skv, dtype=torch.int32, device=q.device)
         if lengths is not None:
@@ -125,9 +161,8 @@ class Planned:
         if has_sinks(self._op):
             sizes = {"head_dim_qk": d, "head_dim_vo": d, "window_left": common["window_left"]}
             kinds = {"q_data_type": q.dtype, "kv_data_type": q.dtype}
-            wrapper = self._wrapper(
-                "BatchAttentionWithAttentionSinkWrapper", q.device, kv_layout="HND", **kinds, **sizes
-            )
+            name = "BatchAttentionWithAttentionSinkWrapper"
+            wrapper = self._wrapper(name, q.device, kv_layout="HND", **kinds, **sizes)
         elif sq == 1:
             tensor_cores = hq // hkv > 2  # the other kernel has few group sizes
             name = "BatchDecodeWithPagedKVCacheWrapper"
@@ -138,9 +173,7 @@ class Planned:
         if has_sinks(self._op) or sq > 1:
             ends_q = _ends(b, sq, q.device)
             wrapper.plan(ends_q, *pages, used, hq, hkv, d, skv, causal=is_causal(self._op), **common)
-        # the lengths are kept, so that their memory is not given to another tensor that would look the same
-        self._local.key, self._local.wrapper, self._local.lengths = key, wrapper, lengths
-        return wrapper
+        return self._keep(q.device, _Plan(key, wrapper, lengths))
 
     def _wrapper(self, name: str, device: torch.device, **options: Any) -> Any:
         """A wrapper of the library.

@@ -12,6 +12,7 @@ import math
 import torch
 
 plans: list[str] = []  # the wrapper of every plan that was made, in order
+workspaces: list[torch.Tensor] = []  # and its workspace
 MASKED = -5e4  # ``math::inf`` of include/flashinfer/math.cuh, until 0.6.19; -inf is the other
 
 
@@ -43,7 +44,7 @@ def attend(q, k, v, scale, causal, left, cap, sinks=None):
 class _Wrapper:
     def __init__(self, float_workspace_buffer, kv_layout):
         assert float_workspace_buffer.dtype == torch.uint8
-        self.layout = kv_layout
+        self.layout, self.workspace = kv_layout, float_workspace_buffer
 
     def sequences(self, cache):
         """Keys of each sequence, ``[S, H, D]``, out of its pages."""
@@ -66,6 +67,7 @@ class _Wrapper:
 
     def note(self, q_dtype, d, scale, causal, left, cap):
         plans.append(type(self).__name__)
+        workspaces.append(self.workspace)
         self.dtype, self.causal, self.left, self.cap = q_dtype, causal, left, cap or 0.0
         self.scale = d**-0.5 if scale is None else scale
 

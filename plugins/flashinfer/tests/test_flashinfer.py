@@ -13,7 +13,7 @@ from dataclasses import replace
 import fake_flashinfer
 import pytest
 import torch
-from attn_dispatch_flashinfer import FlashInfer, attn_dispatch_backends
+from attn_dispatch_flashinfer import FlashInfer, attn_dispatch_backends, wrappers
 from attn_dispatch_flashinfer.pages import plan_pages
 
 from attn_dispatch import BackendError, dispatch, masks, testing
@@ -203,6 +203,22 @@ def test_rows_without_a_key_are_empty_since_the_version_that_masks_with_infinity
     torch.testing.assert_close(got.lse, want.lse)
     with pytest.raises(BackendError, match=r"6 queries and 4 keys: rows without a key need flashinfer 0\.6\.19"):
         OnCpu("0.6.18").compile(op).run(q, k, k, {})
+
+
+def test_two_streams_share_neither_plan_nor_workspace_and_a_captured_graph_plans_nothing(monkeypatch):
+    fake_flashinfer.plans.clear()
+    fake_flashinfer.workspaces.clear()
+    q = torch.randn(2, 2, 6, 64)
+    run = OnCpu().compile(dispatch.plan(q, q, q, is_causal=True).op).run
+    for stream in (1, 2, 1, 2):
+        monkeypatch.setattr(wrappers, "_stream", lambda device, stream=stream: stream)
+        run(q, q, q, {})
+    assert len(fake_flashinfer.plans) == 2
+    assert fake_flashinfer.workspaces[0] is not fake_flashinfer.workspaces[1]
+    monkeypatch.setattr(wrappers, "_stream", lambda device: 3)
+    monkeypatch.setattr(wrappers, "_is_capturing", lambda device: True)
+    run(q, q, q, {})
+    assert len(fake_flashinfer.plans) == 2
 
 
 def test_a_library_without_the_sink_wrapper_is_named():

@@ -99,9 +99,9 @@ class Planned:
             result = self._ragged(q, k).run(rows, *packed, return_lse=wants_lse)
         elif self._sinks is not None:
             sinks = t[self._sinks.name].detach().float().contiguous()
-            result = self._paged(q, k, t).run(rows, (k, v), sinks, self._op.effective_scale)
+            result = self._paged(q, k, t).run(rows, _alike(k, v), sinks, self._op.effective_scale)
         else:
-            result = self._paged(q, k, t).run(rows, (k, v), return_lse=wants_lse)
+            result = self._paged(q, k, t).run(rows, _alike(k, v), return_lse=wants_lse)
         out, lse = result if wants_lse else (result, None)
         ours = out.unflatten(0, (b, sq)).transpose(1, 2)
         if lse is None:
@@ -185,6 +185,14 @@ class Planned:
         if kind is None:
             raise BackendError(f"the installed flashinfer has no {name}; sinks need 0.4")
         return kind(workspace(device), **options)
+
+
+def _alike(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values with the same strides, which the paged kernels take one set of; copied when they differ."""
+    if k.stride() == v.stride():
+        return k, v
+    # flat and back, since dimensions of size 1 keep strides of their own in what counts as contiguous
+    return k.contiguous().view(-1).view(k.shape), v.contiguous().view(-1).view(v.shape)
 
 
 def _ends(count: int, length: int, device: torch.device) -> torch.Tensor:

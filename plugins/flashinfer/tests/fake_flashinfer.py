@@ -56,6 +56,7 @@ class _Wrapper:
 
     def caches(self, pair):
         k, v = pair
+        assert k.stride() == v.stride(), "k/v strides must be identical"
         return self.sequences(k), self.sequences(v)
 
     def finish(self, q, ks, vs, return_lse, sinks=None, scale=None):

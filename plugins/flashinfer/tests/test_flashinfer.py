@@ -221,6 +221,17 @@ def test_two_streams_share_neither_plan_nor_workspace_and_a_captured_graph_plans
     assert len(fake_flashinfer.plans) == 2
 
 
+@pytest.mark.parametrize("b", [1, 2])
+def test_keys_and_values_that_lie_differently_are_brought_to_the_same_strides(b):
+    q, k = torch.randn(b, 2, 1, 64), torch.randn(2 * b, 2, 9, 64)[::2]
+    v = torch.randn(b, 9, 2, 64).transpose(1, 2) if b > 1 else torch.randn(b, 2, 9, 64)
+    assert k.stride() != v.stride()
+    lengths = torch.tensor([3, 9][:b])
+    plan = dispatch.plan(q, k, v, key_lengths=lengths)
+    got = OnCpu().compile(plan.op).run(q, k, v, plan.binding.operands(plan.tensors))
+    torch.testing.assert_close(got, dispatch.attention(q, k, v, key_lengths=lengths, backend="eager"))
+
+
 def test_a_library_without_the_sink_wrapper_is_named():
     q = torch.randn(1, 2, 4, 64)
     op = dispatch.plan(q, q, q, sinks=torch.ones(2)).op

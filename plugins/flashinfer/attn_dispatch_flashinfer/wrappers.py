@@ -184,7 +184,24 @@ class Planned:
         kind = getattr(self._library, name, None)
         if kind is None:
             raise BackendError(f"the installed flashinfer has no {name}; sinks need 0.4")
+        kind = _named_by_size(self._library, kind, options["head_dim_qk"]) if "head_dim_qk" in options else kind
         return kind(workspace(device), **options)
+
+
+def _named_by_size(library: Any, kind: Any, head_dim: int) -> Any:
+    """The sink wrapper with the head size in the name of its kernels.
+
+    Its own name for them has dtype and window alone, so that in one process and on disk a second head size would meet
+    the library that was built for the first. The name passes through the constructor of its base, ``jit_args[0]``.
+    """
+
+    class Named(library.BatchPrefillWithPagedKVCacheWrapper):
+        def __init__(self, *args: Any, jit_args: Any = None, **options: Any) -> None:
+            if jit_args is not None:
+                jit_args = [f"{jit_args[0]}_head_dim_{head_dim}", *jit_args[1:]]
+            super().__init__(*args, jit_args=jit_args, **options)
+
+    return type(kind.__name__, (kind, Named), {})  # the constructor of kind calls that of Named, which calls the base's
 
 
 def _alike(k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

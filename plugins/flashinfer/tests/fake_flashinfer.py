@@ -13,6 +13,7 @@ import torch
 
 plans: list[str] = []  # the wrapper of every plan that was made, in order
 workspaces: list[torch.Tensor] = []  # and its workspace
+libraries: dict[str, int] = {}  # compiled kernels by their name: the head size that they were first built for
 MASKED = -5e4  # ``math::inf`` of include/flashinfer/math.cuh, until 0.6.19; -inf is the other
 
 
@@ -157,6 +158,8 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         jit_kwargs=None,
     ):
         super().__init__(float_workspace_buffer, kv_layout)
+        # kernels of one's own lie in a library of the name that is given; what it was built for is what it is
+        self.built_for = None if jit_args is None else libraries.setdefault(jit_args[0], jit_args[5])
 
     def plan(
         self,
@@ -300,11 +303,23 @@ class BatchAttentionWithAttentionSinkWrapper(BatchPrefillWithPagedKVCacheWrapper
         head_dim_vo=128,
         window_left=-1,
     ):
-        super().__init__(float_workspace_buffer, kv_layout)
+        # the name, the head sizes and what they stand between, as there
+        name = f"batch_prefill_attention_sink_{q_data_type}_swa_{window_left >= 0}_{backend}"
+        kinds = (q_data_type, kv_data_type, q_data_type, torch.int32, head_dim_qk, head_dim_vo)
+        super().__init__(
+            float_workspace_buffer=float_workspace_buffer,
+            kv_layout=kv_layout,
+            use_cuda_graph=use_cuda_graph,
+            qo_indptr_buf=qo_indptr_buf,
+            backend=backend,
+            jit_args=[name, *kinds, ["sink"], ["float"], ["sm_scale"], ["double"], "AttentionSink", ""],
+            jit_kwargs={"use_sliding_window": window_left >= 0},
+        )
         self.made_for = (q_data_type, head_dim_qk, head_dim_vo, window_left >= 0)
 
     def run(self, q, paged_kv_cache, sink, sm_scale):
         """As in tests/attention/test_attention_sink.py: sink and scale are the kernel's own extra arguments."""
         assert self.made_for == (q.dtype, q.shape[-1], q.shape[-1], self.left >= 0)
+        assert self.built_for == q.shape[-1], f"kernels built for head_dim {self.built_for}, got {q.shape[-1]}"
         assert sink.dtype == torch.float32
         return self.finish(q, *self.caches(paged_kv_cache), False, sink, sm_scale)

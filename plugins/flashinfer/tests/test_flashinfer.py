@@ -232,6 +232,17 @@ def test_keys_and_values_that_lie_differently_are_brought_to_the_same_strides(b)
     torch.testing.assert_close(got, dispatch.attention(q, k, v, key_lengths=lengths, backend="eager"))
 
 
+def test_sinks_of_two_head_sizes_do_not_meet_in_one_compiled_library():
+    fake_flashinfer.libraries.clear()
+    sinks = torch.tensor([0.5, -1.0])
+    for d in (64, 128):
+        q = torch.randn(1, 2, 6, d)
+        plan = dispatch.plan(q, q, q, sinks=sinks)
+        got = OnCpu().compile(plan.op).run(q, q, q, plan.binding.operands(plan.tensors))
+        torch.testing.assert_close(got, dispatch.attention(q, q, q, sinks=sinks, backend="eager"))
+    assert [name.rsplit("_", 1)[1] for name in fake_flashinfer.libraries] == ["64", "128"]
+
+
 def test_a_library_without_the_sink_wrapper_is_named():
     q = torch.randn(1, 2, 4, 64)
     op = dispatch.plan(q, q, q, sinks=torch.ones(2)).op

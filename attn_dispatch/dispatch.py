@@ -358,7 +358,8 @@ def _slow(
     if record is not None:
         record(made, query, key, value)
     elif options and not (made.op.traced or made.op.higher_order) and _key_is_whole():
-        keep_route(options, query, key, value, named, made)
+        with device.current(query):
+            keep_route(options, query, key, value, named, made)
     return made.run(query, key, value, made.binding.operands(named))
 
 

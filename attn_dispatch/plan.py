@@ -15,7 +15,7 @@ from attn_dispatch import context, reference
 from attn_dispatch.autocast import cast, casts
 from attn_dispatch.backend import Operands, Raw, Run
 from attn_dispatch.device import facts
-from attn_dispatch.errors import BackendError, InputError, NoBackendError
+from attn_dispatch.errors import BackendError, InputError
 from attn_dispatch.frontend import Binding
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.tensors import TensorDesc, stride_class
@@ -136,8 +136,9 @@ class Plan:
             InputError: the tensors are not those of the plan.
         """
         form, op = self.binding.form, self.binding.op
-        if casts(query):
-            query, key, value = cast(query, key, value)
+        if casts(query):  # a plan made under autocast takes what the call took; one that was not keeps its own dtype
+            if str(torch.get_autocast_dtype(query.device.type)) == f"torch.{op.dtype}":
+                query, key, value = cast(query, key, value)
             with torch.autocast(query.device.type, enabled=False):
                 return self(query, key, value, **tensors)
         for name, x, desc in zip(
@@ -148,12 +149,12 @@ class Plan:
                     f"the plan was made for {name} {desc} on {desc.device}, got {list(x.shape)} {x.dtype} {x.device}"
                 )
                 raise InputError(problem, remedy="make another plan with dispatch.plan(...)")
-            if "scattered" in (kind := stride_class(x), desc.strides) and kind != desc.strides:
-                problem = f"the plan was made for {name} with {desc.strides} strides, got {kind}"
+            if stride_class(x) == "scattered" != desc.strides:
+                problem = f"the plan was made for {name} with contiguous rows, got scattered strides"
                 raise InputError(problem, remedy=f"{name}.contiguous(), or another plan with dispatch.plan(...)")
-        self._check_gradients({"query": query, "key": key, "value": value, **self.tensors, **tensors})
         if isinstance(tensors.get("state"), LinearState):
             tensors |= spread_state(tensors["state"])
+        self._check_gradients({"query": query, "key": key, "value": value, **self.tensors, **tensors})
         for name, desc in op.operands:
             given = tensors.get(name)
             if name.startswith("state") and given is not None and TensorDesc.of(given).in_rows() != desc.in_rows():
@@ -211,24 +212,22 @@ def make_plan(binding: Binding, requests: Sequence[Request] = (), registry: Regi
 
 
 def name_at(made: Plan, op: AttentionOp) -> str:
-    """The candidate that a plan's requests choose for another op, "" where they can have none."""
+    """The candidate that would run another op of a plan's bucket by what was decided for it; "" where that says none."""
     mode = context.surrounding().autotune or settings().autotune
-    try:
-        return _decide_for_bucket(
-            op, made.requests, current(), "cached" if mode in ("on", "force") else mode
-        ).chosen.name
-    except NoBackendError:
+    remembered = decisions.peek((op.bucketed(), made.requests, mode, facts(op.device)))
+    if remembered is None or _is_outranked(remembered, op, made.requests, current()):
         return ""
+    found = _first_that_runs(remembered, op, made.requests, current())
+    return "" if found is None else found.chosen.name
 
 
 def _on_one_device(run: Run, op: AttentionOp) -> Run:
-    """The run with its own CUDA device current, where there are several: other libraries start on the current one."""
+    """The run with its tensors' CUDA device current, where there are several: libraries start on the current one."""
     if op.device != "cuda" or op.traced or torch.cuda.device_count() < 2:
         return run
-    index = torch.cuda.current_device()
 
     def held(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-        with torch.cuda.device(index):
+        with torch.cuda.device(q.device):
             return run(q, k, v, t)
 
     return held
@@ -261,8 +260,15 @@ def at_shape(
     remembered: Decision, op: AttentionOp, requests: tuple[Request, ...], registry: Registry, measured: TunedLookup
 ) -> Decision:
     """A bucket's decision at the true shape: the first of its ranking that runs there."""
-    if _is_outranked(remembered, op, requests, registry):
-        return decide(op, registry, requests, measured)
+    found = None
+    if not _is_outranked(remembered, op, requests, registry):
+        found = _first_that_runs(remembered, op, requests, registry)
+    return found or decide(op, registry, requests, measured)
+
+
+def _first_that_runs(
+    remembered: Decision, op: AttentionOp, requests: tuple[Request, ...], registry: Registry
+) -> Decision | None:
     names = [remembered.chosen.name]
     if not any(request.source == remembered.source for request in requests):  # nobody asked for it by name
         names = [*remembered.ranking, *names, *(candidate.name for candidate, _ in remembered.legal)]
@@ -272,11 +278,11 @@ def at_shape(
             if name == remembered.chosen.name:
                 return replace(remembered, chosen=candidate)
             why = f"{names[0]} cannot run this shape of its bucket"
-            if name == names[0]:
-                why = f"measured; {remembered.chosen.name} was to run the shapes of its bucket that it cannot"
+            if name == names[0]:  # the first of the ranking, which the top of the bucket is too long for
+                why = remembered.ranked_why
             source = remembered.ranked_by if name in remembered.ranking else remembered.source
             return replace(remembered, chosen=candidate, source=source, why=why)
-    return decide(op, registry, requests, measured)
+    return None
 
 
 def _is_outranked(remembered: Decision, op: AttentionOp, requests: tuple[Request, ...], registry: Registry) -> bool:

@@ -124,8 +124,10 @@ def explain_op(
         named = tuple((c.name, us) for c, us in legal)
         return Report(op, passes, tuple(said), "", "", "", named, refused, str(error))
     legal, refused = list(decision.legal), decision.refused
-    if not wishes:  # decided for the bucket: what is legal here is asked again, with the values of here
+    if not any(wish.names for wish in wishes):  # decided for the bucket: what is legal here is asked again
         legal, refused = ranked(op, registry)
+        barred = {name: why for name, why in decision.refused.items() if any(r.code == "barred" for r in why)}
+        legal, refused = [(c, us) for c, us in legal if c.name not in barred], refused | barred
     named = tuple((c.name, us) for c, us in legal)
     said += [*decision.notes, *_remarks(legal, op, registry)]
     return Report(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils._pytree import _register_namedtuple as register_namedtuple
 
 __all__ = ["WithLse", "WithLseWeights", "WithWeights", "named_results"]
 
@@ -30,6 +31,10 @@ class WithLseWeights(NamedTuple):
     out: torch.Tensor
     lse: torch.Tensor
     weights: torch.Tensor
+
+
+for _kind in (WithLse, WithWeights, WithLseWeights):  # so that a program that returns one can be saved and loaded
+    register_namedtuple(_kind, serialized_type_name=f"attn_dispatch.{_kind.__name__}")
 
 
 def named_results(results: Sequence[torch.Tensor], wants_lse: bool, wants_weights: bool) -> Any:

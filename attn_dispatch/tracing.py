@@ -6,7 +6,8 @@ torch.compile       what torch's SDPA does as asked is traced as SDPA, so Induct
                     tuned result, a mode that measures), is the opaque operator ``attn_dispatch::attention``, which
                     dispatches at run time as an eager call would
 torch.export        the opaque operator, which `export_onnx` lowers and a loaded program dispatches; with
-                    ``backend="eager"`` the specification in plain ATen ops, which runs without this package
+                    ``backend="eager"`` the specification in plain ATen ops, which runs without this package unless
+                    the model itself returns our named results
 torch.onnx.export   the specification: exporters and runtimes disagree about SDPA's masks, dead rows and scales
 vmap, grad, jvp     an ordinary call whose op says ``traced`` and ``higher_order``; backends that cannot, refuse
 ==================  ============================================================================================
@@ -121,7 +122,7 @@ def exported(
     scale, softcap = (
         None if x is None else _number(name, x, float) for name, x in (("scale", scale), ("softcap", softcap))
     )
-    query_lengths, key_lengths = (torch.as_tensor(x) if isinstance(x, (list, tuple)) else x
+    query_lengths, key_lengths = (torch.as_tensor(x, device=q.device) if isinstance(x, (list, tuple)) else x
                                   for x in (query_lengths, key_lengths))  # fmt: skip
     arguments = (attn_mask, float(dropout_p), bool(is_causal), scale, None, window, softcap, bias, sinks, query_lengths,
                  key_lengths, q_offset, variant)  # fmt: skip

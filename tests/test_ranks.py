@@ -147,7 +147,7 @@ def test_a_rank_that_has_an_entry_asks_the_others_nevertheless(mode, monkeypatch
     monkeypatch.setattr(tuned, "has_ranks", lambda: True)
     monkeypatch.setattr(tuned, "find", lambda op, registry: tuned.Tuned(("b", "a"), "measured before"))
     monkeypatch.setattr("attn_dispatch.selection.ranks.tune_together", together)
-    monkeypatch.setattr(tuned, "_forced", {op_of().bucketed().digest()})
+    monkeypatch.setattr(tuned, "_tried", {op_of().bucketed().digest()})
     monkeypatch.setattr(tuned, "_agreed", {})
     found = tuned.look_up(op_of(), toys("a", "b"), mode)
     assert asked == [("b", "a")]

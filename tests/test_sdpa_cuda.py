@@ -51,13 +51,14 @@ def test_flash_and_cudnn_run_on_the_gpus_that_torch_gives_them(backend, capabili
 def test_bfloat16_on_the_efficient_kernel_needs_8_0(gpu):
     gpu((7, 5))
     assert not reasons(SdpaEfficient(), op_of())
-    assert "compute capability 7.5, takes 8.0 or newer" in reasons(SdpaEfficient(), op_of(dtype="bfloat16"))
+    assert "compute capability 7.5, takes 8.0 to 12.1" in reasons(SdpaEfficient(), op_of(dtype="bfloat16"))
 
 
 @pytest.mark.parametrize(
     ("capability", "d", "dropout_p", "grad", "runs"),
     [
-        ((8, 6), 200, 0.0, GRAD, False), ((8, 9), 256, 0.1, GRAD, False), ((12, 0), 256, 0.0, GRAD, True),
+        ((8, 6), 200, 0.0, GRAD, False), ((8, 7), 200, 0.0, GRAD, False),
+        ((8, 9), 256, 0.1, GRAD, False), ((12, 0), 256, 0.0, GRAD, True),
         ((8, 6), 256, 0.1, (), True), ((8, 0), 200, 0.1, GRAD, True), ((9, 0), 256, 0.1, GRAD, True),
     ],
 )  # fmt: skip

@@ -294,17 +294,35 @@ def test_an_opened_route_does_not_skip_a_better_liked_candidate(install):
     assert (picky.ran, spare.ran) == (2, 4)
 
 
+def test_opening_a_route_asks_nothing_that_could_fail_or_warn(install, monkeypatch):
+    """It decided anew for the ends of the bucket: a warning about a length that nobody asked for, or an error."""
+    picky, spare = Toy("picky", 1, Limit("Skv", multiple_of=8)), Toy("spare", 5)
+    install(picky, spare)
+    q = x(1)
+    with dispatch.use("picky", require=False), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for n in (48, 56, 40):
+            dispatch.attention(q, x(n), x(n))
+    assert (picky.ran, spare.ran) == (3, 0)
+
+
+def test_a_digest_holds_whichever_way_the_rows_lie():
+    rows = torch.randn(1, 2, 24, 8)
+    side_by_side = torch.randn(1, 24, 2, 8).transpose(1, 2)
+    ops = [dispatch.explain(q, q, q).op for q in (rows, side_by_side)]
+    assert ops[0] != ops[1]
+    assert ops[0].digest() == ops[1].digest()
+
+
 def test_lists_get_a_route_as_tuples_do(install):
     """A list cannot be part of a key; each of its calls was described and compiled anew."""
-    toy = Toy("toy")
-    install(toy)
+    toy, other = Toy("toy", 1), Toy("other")
+    install(toy, other)
     q = x(9)
     for _ in range(5):
-        dispatch.attention(
-            q, q, q, backend=["toy", "other_toy"] if "other_toy" in registry.current().backends else ["toy"]
-        )
+        dispatch.attention(q, q, q, backend=["other", "toy"])
         dispatch.attention(q, q, q, window=[2, 0])
-    assert (toy.compiled, toy.ran) == (2, 10)
+    assert (toy.compiled, toy.ran, other.compiled, other.ran) == (1, 5, 1, 5)
 
 
 def test_a_type_error_of_a_kernel_is_raised_and_not_tried_again(install):
@@ -376,9 +394,10 @@ def test_a_plan_refuses_strides_that_its_kernel_would_misread():
     q = x(8, 8)
     scattered = q.transpose(-1, -2).contiguous().transpose(-1, -2)
     made = dispatch.plan(q, q, q, backend="sdpa_flash")
-    with pytest.raises(InputError, match="key with rows strides, got scattered"):
+    with pytest.raises(InputError, match="key with contiguous rows, got scattered"):
         made(q, scattered, q)
     assert made(q.transpose(1, 2).contiguous().transpose(1, 2), q, q).shape == q.shape
+    assert torch.equal(dispatch.plan(q, scattered, q, backend="sdpa_flash")(q, q, q), made(q, q, q))
 
 
 def test_plan_and_explain_see_autocast_as_a_call_does():
@@ -390,8 +409,10 @@ def test_plan_and_explain_see_autocast_as_a_call_does():
         want = dispatch.attention(q, half, half)
         assert torch.equal(made(q, half, half), want)
     assert want.dtype == torch.bfloat16
-    with torch.autocast("cpu", torch.bfloat16, enabled=False):
-        assert dispatch.plan(q, q, q).op.dtype == "float32"
+    plain = dispatch.plan(q, q, q, backend="blocked")
+    want = plain(q, q, q)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(plain(q, q, q), want)  # made without autocast, it keeps its dtype, inside too
 
 
 def test_a_backend_for_multiples_of_8_gets_no_other_head_dim(install):

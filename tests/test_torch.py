@@ -218,6 +218,17 @@ def test_results_have_their_names_in_a_compiled_and_an_exported_call(backend):
             torch.testing.assert_close(x, y)
 
 
+def test_a_program_that_returns_named_results_can_be_saved(tmp_path):
+    class Sums(torch.nn.Module):
+        def forward(self, x):
+            return dispatch.attention(x, x, x, return_lse=True)
+
+    q = torch.randn(1, 2, 6, 8)
+    torch.export.save(torch.export.export(Sums(), (q,), strict=False), tmp_path / "sums.pt2")
+    got = torch.export.load(tmp_path / "sums.pt2").module()(q)
+    torch.testing.assert_close(got.lse, Sums()(q).lse)
+
+
 @pytest.mark.parametrize("kv_heads", [1, 4])
 @pytest.mark.parametrize("rank", [None, 3, 4])
 def test_replace_sdpa_takes_what_torch_takes(kv_heads, rank):

@@ -1030,6 +1030,18 @@ def test_an_op_for_which_nobody_passed_is_a_miss_and_is_measured_once(install, m
         assert chosen(x()) == ("one", "heuristic")
     with dispatch.use(autotune="assert"), pytest.raises(NotTunedError, match="one: no room"):
         dispatch.attention(x(), x(), x())
+    shipped = lock.parse_lock({"op": described(x()).to_dict(), "use": ["two"]}, shipped=True)
+    with monkeypatch.context() as patch, dispatch.use(autotune="cached"):
+        patch.setattr(lock, "locked", lambda: (shipped,))
+        plan_cache.clear()
+        assert chosen(x())[0] == "two"
+    plan_cache.clear()
+    store.put(replace(failed, records=(Record("one", "wrong", note="off by one"),)))
+    with dispatch.use(autotune="cached"):
+        assert chosen(x()) == ("two", "heuristic")
+        assert "wrong, crashed or hung" in str(dispatch.explain(x(), x(), x()).refused["one"][0])
+    plan_cache.clear()
+    store.put(failed)
     seen: list[AttentionOp] = []
     monkeypatch.setattr("attn_dispatch.selection.ranks.tune", lambda op, *_: seen.append(op) or failed)
     with dispatch.use(autotune="on"):
@@ -1047,7 +1059,7 @@ def test_what_was_found_wrong_does_not_run_because_it_looks_cheap(install):
         assert chosen(x(10)) == ("small", "tuned")
         q = x(14)  # the same bucket; small declines it
         assert chosen(q)[0] == "spare"
-        assert "found wrong when it was measured" in str(dispatch.plan(q, q, q).decision.refused["wrong"][0])
+        assert "wrong, crashed or hung when it was measured" in str(dispatch.plan(q, q, q).decision.refused["wrong"][0])
         assert chosen(q, backend="wrong")[0] == "wrong"  # asked for by name
 
 

@@ -45,7 +45,7 @@ class SdpaEfficient(Backend):
     )
 
     def extra_reasons(self, op: AttentionOp) -> list[Reason]:
-        found = capability_reasons(op, (8, 0) if op.dtype == "bfloat16" else (5, 0))
+        found = capability_reasons(op, (8, 0) if op.dtype == "bfloat16" else (5, 0), (12, 1))
         for name in (term.bias.name for term in op.score if isinstance(term, Bias)):
             dtype = op.operand(name).dtype
             if dtype != op.dtype:  # the kernel adds a bias of its own dtype, and half precision would round this one

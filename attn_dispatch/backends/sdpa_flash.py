@@ -96,7 +96,8 @@ class SdpaFlash(Backend):
 
 def _has_little_shared_memory() -> bool:
     """Whether the backward of large heads has no room, as torch's ``check_requires_grad_and_head_dim_gt192`` has it."""
-    return torch.cuda.is_available() and torch.cuda.get_device_capability() in ((8, 6), (8, 9), (12, 0), (12, 1))
+    here = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    return (8, 6) <= here <= (8, 9) or (12, 0) <= here <= (12, 1)
 
 
 def _compile_cpu(op: AttentionOp) -> Run:

@@ -247,9 +247,10 @@ class AttentionOp:
 
         Columns are the same op whether they came as ``attn_mask`` or inside a `Mask`.
         """
-        return named_by_role(self)._in_rows()._at_bucket()
+        return named_by_role(self).in_rows()._at_bucket()
 
-    def _in_rows(self) -> AttentionOp:
+    def in_rows(self) -> AttentionOp:
+        """The op whichever way the rows of its tensors lie."""
         named = {name: getattr(self, name).in_rows() for name in ("query", "key", "value")}
         return replace(self, **named, operands=tuple((name, desc.in_rows()) for name, desc in self.operands))
 
@@ -315,8 +316,8 @@ class AttentionOp:
         return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> str:
-        """A short hash of `key_text`, equal across processes."""
-        return hashlib.sha256(self.key_text.encode()).hexdigest()[:16]
+        """A short hash of the op, equal across processes, and whichever way the rows of its tensors lie."""
+        return hashlib.sha256(self.in_rows().key_text.encode()).hexdigest()[:16]
 
     def __str__(self) -> str:
         dtype = short_dtype(self.dtype)

@@ -64,7 +64,7 @@ class Decision:
         refused: reasons by candidate name; rewrites that do not apply stand under their own name.
         notes: preferences that could not be met.
         ranking: names as the tuner ranks them, best first; those that are barred left out. measured_us: their medians.
-        ranked_by: the source of the ranking, ``"tuned"``, with the file when it is a lock file.
+        ranked_by, ranked_why: source of the ranking, ``"tuned"``, with the file when it is a lock file; and its line.
     """
 
     chosen: Candidate
@@ -76,6 +76,7 @@ class Decision:
     ranking: tuple[str, ...] = ()
     measured_us: Mapping[str, float] = field(default_factory=dict, compare=False)
     ranked_by: str = ""
+    ranked_why: str = ""
 
 
 # What was measured for an op, best first; None for a miss. `attn_dispatch.selection.tuned` answers.
@@ -176,8 +177,9 @@ def decide(
     if name := next((name for name in ranking if name in by_name), None):
         why = measured.why if name == measured.names[0] else f"{measured.names[0]} cannot run it; next measured"
         found, source = by_name[name], measured.source
-    by = measured.source
-    return Decision(found, source, why, tuple(legal), refused, tuple(notes), ranking, measured.measured_us, by)
+    return Decision(
+        found, source, why, tuple(legal), refused, tuple(notes), ranking, measured.measured_us, measured.source, measured.why
+    )  # fmt: skip
 
 
 def _without(
@@ -196,7 +198,9 @@ def _without_wrong(
     kept = [(c, us) for c, us in legal if c.name not in measured.wrong]
     if not kept:
         return list(legal), {}
-    why = (Reason("barred", "measured", text=f"it was found wrong when it was measured ({measured.source})"),)
+    why = (
+        Reason("barred", "measured", text=f"it was wrong, crashed or hung when it was measured ({measured.source})"),
+    )
     return kept, {c.name: why for c, _ in legal if c.name in measured.wrong}
 
 

@@ -151,7 +151,7 @@ def step(run: Run, op: AttentionOp, sample: Sample) -> Callable[[], Any]:
     if not op.grad and op.query.strides != "bshd":
         return lambda: run(q, k, v, t)
     leaves = [sample.named()[name] for name in op.grad]
-    up = torch.ones((op.B, op.Hq, op.Sq, op.Dv), dtype=q.dtype, device=q.device)
+    up = torch.ones((op.B, op.Hq, op.Sq, op.Dv), dtype=q.dtype, device=q.device) if leaves else None
 
     def whole() -> Any:
         result = run(q, k, v, t)

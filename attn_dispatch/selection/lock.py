@@ -137,5 +137,9 @@ def write_lock(path: Path, data: Mapping[str, Any]) -> None:
     """Write a lock file, whole or not at all."""
     unfinished = path.with_name(f"{path.name}.{secrets.token_hex(6)}.unfinished")
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished.write_text(yaml_text(data), encoding="utf-8")
-    unfinished.replace(path)
+    try:
+        unfinished.write_text(yaml_text(data), encoding="utf-8")
+        unfinished.replace(path)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise

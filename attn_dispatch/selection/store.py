@@ -138,9 +138,14 @@ def _record_dict(record: Record) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Miss:
-    """Why there is nothing: one line per difference to the nearest entry, or what is wrong with the file."""
+    """Why there is nothing: one line per difference to the nearest entry, or what is wrong with the file.
+
+    Args:
+        wrong: candidates of an entry for which nobody passed that were found wrong.
+    """
 
     reasons: tuple[str, ...]
+    wrong: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return "; ".join(self.reasons)

@@ -49,7 +49,8 @@ class Tuned:
 
 
 _store: Store | None = None
-_forced: set[str] = set()  # digests that were measured in this process
+_tried: set[str] = set()  # digests that this process tried to measure, with or without a result
+_measured: set[str] = set()  # and those with one
 _agreed: dict[str, Tuned] = {}  # by digest: what the ranks agreed on, whatever each of them has in its files
 _BAD = ("wrong", "crashed", "timeout")
 _said: set[str] = set()
@@ -67,7 +68,8 @@ def store() -> Store:
 def _forget() -> None:
     global _store
     _store = None
-    _forced.clear()
+    _tried.clear()
+    _measured.clear()
     _agreed.clear()
     _said.clear()
 
@@ -78,21 +80,20 @@ on_reset.append(_forget)
 def find(op: AttentionOp, registry: Registry) -> Tuned | Miss:
     """What lock files and the store say of an op; measures nothing and never raises."""
     locked = _locked(op, registry, shipped=False)
-    if (
-        locked is not None and op.bucketed().digest() not in _forced
-    ):  # what was measured on purpose, here and now, counts
+    if locked is not None and op.bucketed().digest() not in _measured:  # what was measured on purpose, here, counts
         return locked
     found = store().get(op)
     if isinstance(found, Entry):
-        if not found.ranking:
-            return Miss(("no candidate passed when it was measured", *(f"{r.name}: {r.note}" for r in found.records)))
         problem = stale(found.records, registry)
-        if not problem:
+        if found.ranking and not problem:
             return _tuned(found, f"{found.why} (measured {found.when[:10]})")
-        _warn_once(f"a tuned entry is not used: {problem}. Tune again: attn-dispatch tune, or autotune='on' ({op})")
-        found = Miss((problem,))
-    shipped = locked or _locked(op, registry, shipped=True)
-    return shipped if shipped is not None else found
+        if found.ranking:
+            _warn_once(f"a tuned entry is not used: {problem}. Tune again: attn-dispatch tune, or autotune='on' ({op})")
+            found = Miss((problem,))
+        else:
+            failed = (f"{r.name}: {r.note}" for r in found.records if r.status != "pruned")
+            found = Miss(("no candidate passed when it was measured", *failed), _bad(found.records))
+    return locked or _locked(op, registry, shipped=True) or found
 
 
 def _tuned(entry: Entry, why: str) -> Tuned:
@@ -126,7 +127,7 @@ def look_up(op: AttentionOp, registry: Registry, mode: str) -> Tuned | None:
     if mode == "off" or op.traced:
         return None
     digest = op.bucketed().digest()
-    if mode == "force" and digest not in _forced and _may_measure(op):
+    if mode == "force" and digest not in _tried and _may_measure(op):
         return _measure(op, registry)
     found = find(op, registry)
     if mode in ("on", "force") and has_ranks() and (digest in _agreed or _may_measure(op)):
@@ -139,8 +140,9 @@ def look_up(op: AttentionOp, registry: Registry, mode: str) -> Tuned | None:
         lines = "\n".join(f"  {reason}" for reason in why.reasons)
         remedy = "attn-dispatch tune WORKLOAD, or dispatch.use(autotune='on')"
         raise NotTunedError(f"autotune='assert', and nothing usable was measured for {op}\n{lines}\n  try  {remedy}")
-    fresh = digest not in _forced  # one for which nobody passed is not measured again and again
-    return _measure(op, registry) if mode in ("on", "force") and fresh and _may_measure(op) else None
+    if mode in ("on", "force") and digest not in _tried and _may_measure(op):  # not again and again where nobody passes
+        return _measure(op, registry)
+    return Tuned((), "nobody passed", wrong=found.wrong) if found.wrong else None
 
 
 def has_ranks() -> bool:
@@ -159,9 +161,12 @@ def _measure(op: AttentionOp, registry: Registry, known: tuple[str, ...] = ()) -
     from attn_dispatch.selection.ranks import tune_together
 
     digest = op.bucketed().digest()
-    _forced.add(digest)
+    _tried.add(digest)
     try:
         entry = tune_together(op, registry, known=known)
+    except KeyboardInterrupt:
+        _tried.discard(digest)  # the next call may have the time
+        raise
     except Exception as error:  # noqa: BLE001 - a measurement that fails must not stop the call that asked for it
         _warn_once(f"tuning failed, so the estimate decides: {type(error).__name__}: {error} ({op})")
         return None
@@ -171,12 +176,13 @@ def _measure(op: AttentionOp, registry: Registry, known: tuple[str, ...] = ()) -
         found = Tuned(entry.ranking, entry.why, "ranks")
     else:
         store().put(entry)
+        _measured.add(digest)
         for forget in on_change:
             forget()
         found = _tuned(entry, f"{entry.why} (measured now)")
     if has_ranks():
         _agreed[digest] = found
-    return found if found.names else None
+    return found if found.names or found.wrong else None
 
 
 def stale(records: tuple[Record, ...], registry: Registry) -> str:

@@ -212,7 +212,7 @@ def make_plan(binding: Binding, requests: Sequence[Request] = (), registry: Regi
 
 
 def name_at(made: Plan, op: AttentionOp) -> str:
-    """The candidate that would run another op of a plan's bucket by what was decided for it; "" where that says none."""
+    """The candidate that runs another op of a plan's bucket by what was decided for it; "" where that says none."""
     mode = context.surrounding().autotune or settings().autotune
     remembered = decisions.peek((op.bucketed(), made.requests, mode, facts(op.device)))
     if remembered is None or _is_outranked(remembered, op, made.requests, current()):

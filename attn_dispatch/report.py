@@ -19,7 +19,7 @@ from attn_dispatch.selection.candidates import Candidate
 from attn_dispatch.selection.decide import Request, ranked
 from attn_dispatch.selection.pins import current_pins
 from attn_dispatch.selection.store import explain_miss
-from attn_dispatch.selection.tuned import Tuned, find, look_up, store
+from attn_dispatch.selection.tuned import Tuned, find, known_wrong, look_up, store
 from attn_dispatch.settings import settings
 
 __all__ = ["Report", "explain_op", "make_report"]
@@ -114,7 +114,7 @@ def explain_op(
             return look_up(op, registry, mode)  # raises, as the call would
         why = found if found.reasons != ("no entry",) or mode == "cached" else explain_miss(store(), op)
         said.append(f"not tuned: {why}")
-        return None
+        return known_wrong(found)
 
     wishes = (*requests, *current_pins().requests(op, context.current_layer.get()))
     try:  # as a call decides: for the bucket, and then at this shape

@@ -178,7 +178,8 @@ def decide(
         why = measured.why if name == measured.names[0] else f"{measured.names[0]} cannot run it; next measured"
         found, source = by_name[name], measured.source
     return Decision(
-        found, source, why, tuple(legal), refused, tuple(notes), ranking, measured.measured_us, measured.source, measured.why
+        found, source, why, tuple(legal), refused, tuple(notes), ranking, measured.measured_us, measured.source,
+        measured.why,
     )  # fmt: skip
 
 

@@ -29,7 +29,7 @@ from attn_dispatch.registry.discover import on_reset
 from attn_dispatch.selection.store import Entry, Miss, Record, Store, explain_miss
 from attn_dispatch.settings import settings
 
-__all__ = ["Tuned", "find", "has_ranks", "look_up", "may_choose", "on_change", "stale", "store"]
+__all__ = ["Tuned", "find", "has_ranks", "known_wrong", "look_up", "may_choose", "on_change", "stale", "store"]
 
 
 @dataclass(frozen=True)
@@ -142,7 +142,12 @@ def look_up(op: AttentionOp, registry: Registry, mode: str) -> Tuned | None:
         raise NotTunedError(f"autotune='assert', and nothing usable was measured for {op}\n{lines}\n  try  {remedy}")
     if mode in ("on", "force") and digest not in _tried and _may_measure(op):  # not again and again where nobody passes
         return _measure(op, registry)
-    return Tuned((), "nobody passed", wrong=found.wrong) if found.wrong else None
+    return known_wrong(found)
+
+
+def known_wrong(miss: Miss) -> Tuned | None:
+    """What a miss still says: who was found wrong where nobody passed. It ranks nobody."""
+    return Tuned((), "nobody passed", wrong=miss.wrong) if miss.wrong else None
 
 
 def has_ranks() -> bool:

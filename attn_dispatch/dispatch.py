@@ -302,10 +302,11 @@ class _Call:
     def bind(self) -> Binding:
         """Describe the call."""
         query, key, value = self.tensors
-        transformed = tracing.is_transformed(query, key, value, *self.named.values())
+        transformed = tracing.is_transformed()
         return describe(
             query, key, value, self.named, self.options,
-            higher_order=transformed or forward_ad._current_level >= 0, traced=transformed,
+            higher_order=transformed or forward_ad._current_level >= 0,
+            traced=transformed or tracing.are_fake(query, key, value, *self.named.values()),
         )  # fmt: skip
 
     def plan(self) -> Plan:

@@ -20,7 +20,7 @@ from attn_dispatch.ir.atoms import Causal, Columns, Dense, Full, KeyLengths, Que
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.ops import END, AttentionOp, Outputs, verify
 from attn_dispatch.ir.scores import Alibi, Bias, ScoreTerm, SoftCap
-from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name
+from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name, has_no_values
 from attn_dispatch.ir.weights import Softmax, Weight
 from attn_dispatch.linear_call import linear_weight
 from attn_dispatch.state import spread_state
@@ -100,7 +100,7 @@ def collect_tensors(
         if not isinstance(variant.decay, torch.Tensor):
             kind = type(variant.decay).__name__
             raise InputTypeError(f"decay must be a tensor [Hq], got {kind}", remedy="retention_decay(Hq)")
-        if not _is_traced(variant.decay) and variant.decay.device.type == "cpu" and not variant.in_range:
+        if not has_no_values(variant.decay) and variant.decay.device.type == "cpu" and not variant.in_range:
             raise InputError(f"decay must be in (0, 1], got {variant.decay.tolist()}", remedy="retention_decay(Hq)")
         named["decay"] = variant.decay
     return named, mask
@@ -302,7 +302,7 @@ class _Builder:
                 )
             if tuple(lengths.shape) != (b,):
                 self.fail(f"{name} must have shape [B] = [{b}], got {list(lengths.shape)}")
-            if lengths.device.type == "cpu" and not _is_traced(lengths) and b:
+            if lengths.device.type == "cpu" and not has_no_values(lengths) and b:
                 lo, hi = int(lengths.min()), int(lengths.max())
                 if lo < 0 or hi > limit:
                     self.fail(f"{name} must be in [0, {limit}], got {lo if lo < 0 else hi}")
@@ -379,12 +379,3 @@ def _as_bias(dtype: str, view: Prepare) -> Prepare:
         return bias.to(wide)
 
     return prepare
-
-
-def _is_traced(tensor: torch.Tensor) -> bool:
-    """A tensor without values: under vmap, export or in a compiled graph."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._functorch.is_functorch_wrapped_tensor(tensor)
-        or type(tensor) not in (torch.Tensor, torch.nn.Parameter)
-    )

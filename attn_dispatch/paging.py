@@ -18,7 +18,7 @@ from attn_dispatch import shapes
 from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.ir.atoms import Causal
 from attn_dispatch.ir.masks import Mask
-from attn_dispatch.ir.tensors import dtype_name
+from attn_dispatch.ir.tensors import dtype_name, has_no_values
 from attn_dispatch.variants import Retention, Stateful
 
 __all__ = ["Rows", "page_in"]
@@ -78,7 +78,7 @@ def page_in(
         raise InputError(problem, asked=asked, remedy=remedy)
     page = key.shape[1] if layout == "bshd" else key.shape[2]
     capacity = block_table.shape[1] * page
-    readable = block_table.device.type == "cpu" and not _is_traced(block_table, lengths)
+    readable = block_table.device.type == "cpu" and not has_no_values(block_table, lengths)
     slots, rows = block_table, capacity
     if readable:
         rows = int(lengths.max()) if lengths.numel() else 0
@@ -172,12 +172,6 @@ def _cut(x: Any, capacity: int, rows: int) -> Any:
     if isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[-1] == capacity and capacity != rows:
         return x[..., :rows]
     return x
-
-
-def _is_traced(*tensors: torch.Tensor) -> bool:
-    return torch.compiler.is_compiling() or any(
-        type(x) is not torch.Tensor or torch._C._functorch.is_functorch_wrapped_tensor(x) for x in tensors
-    )
 
 
 def _kind(x: Any) -> str:

@@ -58,7 +58,7 @@ def _worth_recognising(mask: torch.Tensor, query: Any, value: Any, layout: Any) 
     of_keys = mask.size(-2) == 1
     if of_keys and not (sq >= 64 and mask.size(0) == b > 1):
         return False  # asked first: a padded decode step comes here at every layer
-    if mask.device.type != "cpu" or tracing.is_transformed(query, mask):
+    if mask.device.type != "cpu" or tracing.is_transformed():
         return False
     lead = {2: (), 3: (1,), 4: (b, hq)}[mask.ndim]  # of rank 3 the first size may mean batch or heads
     fits = mask.size(-1) == skv and mask.size(-2) in (1, sq)

@@ -21,13 +21,13 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from attn_dispatch import shapes, tracing
+from attn_dispatch import shapes
 from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths, Window
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.ops import END
 from attn_dispatch.ir.select_op import ACTIVATIONS, SelectOp, verify_select
-from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name
+from attn_dispatch.ir.tensors import Ref, TensorDesc, dtype_name, has_no_values
 
 __all__ = ["Selection", "compile_select", "merge_selections", "select"]
 
@@ -182,7 +182,7 @@ def _describe(
         q_offset=offset,
         operands=tuple((name, TensorDesc.of(x)) for name, x in tensors.items()),
         scores=bool(scores),
-        traced=any(_has_no_values(x) for x in used.values()),
+        traced=any(has_no_values(x) for x in used.values()),
     )
     if not torch.compiler.is_dynamo_compiling():  # its messages would make numbers of symbols
         verify_select(op)
@@ -263,7 +263,7 @@ def _checked_lengths(lengths: Any, b: int, skv: int, asked: str) -> torch.Tensor
         raise InputTypeError("key_lengths must be an int32 or int64 tensor", asked=asked)
     if tuple(lengths.shape) != (b,):
         raise InputError(f"key_lengths must have shape [B] = [{b}], got {list(lengths.shape)}", asked=asked)
-    if lengths.device.type == "cpu" and b and not _has_no_values(lengths):
+    if lengths.device.type == "cpu" and b and not has_no_values(lengths):
         lo, hi = int(lengths.min()), int(lengths.max())
         if lo < 0 or hi > skv:
             raise InputError(f"key_lengths must be in [0, {skv}], got {lo if lo < 0 else hi}", asked=asked)
@@ -280,12 +280,6 @@ def _offset(b: int, given: Any, mask: Mask, tensors: dict[str, torch.Tensor], as
     if given is not None and not isinstance(given, int):
         raise InputTypeError(f"q_offset must be an int or an int tensor, got {type(given).__name__}", asked=asked)
     return 0 if not mask.positional else END if given is None else int(given)
-
-
-def _has_no_values(x: torch.Tensor) -> bool:
-    """Under vmap, export, or in a compiled graph: nothing may be read."""
-    plain = type(x) in (torch.Tensor, torch.nn.Parameter)
-    return torch.compiler.is_compiling() or tracing.is_transformed(x) or not plain or x.device.type == "meta"
 
 
 # --- from the op to the indices ------------------------------------------------------------------------------------

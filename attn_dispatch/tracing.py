@@ -35,12 +35,21 @@ from attn_dispatch.results import named_results
 from attn_dispatch.state import WithState
 from attn_dispatch.variants import Softmax
 
-__all__ = ["compiled", "describe_traced", "exported", "is_transformed"]
+__all__ = ["are_fake", "compiled", "describe_traced", "exported", "is_transformed"]
 
 
-def is_transformed(*tensors: Any) -> bool:
+def is_transformed() -> bool:
     """Whether a functorch transform (vmap, grad, jvp, functionalize) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def are_fake(*tensors: Any) -> bool:
+    """Whether any tensor is a stand-in of ``FakeTensorMode``, which has no values to look at."""
+    if all(type(x) in (torch.Tensor, torch.nn.Parameter) for x in tensors):
+        return False
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return any(isinstance(x, FakeTensor) for x in tensors)
 
 
 def _is_sdpa(query: Any, attn_mask: Any, is_causal: Any, scale: Any, layout: Any, extras: tuple[Any, ...]) -> bool:

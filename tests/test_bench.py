@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import statistics
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,24 @@ def test_onnxruntime_is_right_or_says_why_not(name):
             peer.make()
         return
     assert Truth(want, sample).problem(peer.make()()) == ""
+
+
+@pytest.mark.parametrize("name", ["gqa prefill", "padded queries"])
+def test_onnxruntime_reads_heads_side_by_side_where_they_lie(name):
+    """It was handed copies of them, and its result was copied back, in its time."""
+    pytest.importorskip("onnxruntime")
+    want = SMALL[name]
+    named = {role: replace(getattr(want, role), strides="bshd") for role in ("query", "key", "value")}
+    want = want.with_(**named)
+    sample = make_sample(want)
+    (peer,) = peers.peers(want, sample, ("onnxruntime",))
+    forward = peer.make()
+    out = forward()
+    assert Truth(want, sample).problem(out) == ""
+    assert out.transpose(1, 2).is_contiguous()
+    assert {x.data_ptr() for x in (sample.query, sample.key, sample.value)} <= {
+        x.data_ptr() for x in forward.tensors.values()
+    }
 
 
 @pytest.mark.parametrize("name", ["bf16", "sinks"])

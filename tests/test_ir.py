@@ -15,6 +15,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_masks import drawn_masks
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_dispatch import dispatch, masks
 from attn_dispatch.capability import ALL_FEATURES
@@ -34,6 +35,7 @@ from attn_dispatch.ir import (
 )
 from attn_dispatch.ir import atoms as atoms_of
 from attn_dispatch.ir.atoms import Causal, Full, KeyLengths, Window
+from attn_dispatch.ir.operands import Table
 from attn_dispatch.ir.tensors import stride_class
 
 DTYPES = ["float64", "float32", "bfloat16", "float16"]
@@ -414,3 +416,14 @@ def test_rows_are_told_from_heads_that_lie_side_by_side_and_share_a_bucket():
     assert ops[0].bucketed() == ops[1].bucketed()
     assert ops[0].bucketed() != ops[2].bucketed()
     assert AttentionOp.from_dict(ops[1].to_dict()) == ops[1]
+
+
+def test_a_table_is_not_kept_as_a_default_device_or_a_mode_made_it():
+    table = Table.of([[3, 1], [4, 1]])
+    with torch.device("meta"):
+        assert table.tensor().tolist() == [[3, 1], [4, 1]]
+    other = Table.of([[True, False]])
+    with FakeTensorMode():
+        other.tensor()
+    assert other.tensor().tolist() == [[True, False]]
+    assert type(other.tensor()) is torch.Tensor

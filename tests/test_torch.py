@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from attn_dispatch import InputError, NoBackendError, dispatch, masks, reference, variants
 from attn_dispatch.ir.ops import bucket
@@ -849,3 +850,20 @@ def test_a_finite_bias_stays_finite_beside_half_precision(dtype):
     got = dispatch.attention(x, x, x, bias, backend="sdpa_math")
     assert torch.isfinite(got).all()
     torch.testing.assert_close(got, dispatch.attention(x, x, x, bias, backend="eager"), atol=3e-2, rtol=3e-2)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": (3, 0)}, {"key_lengths": [5, 8]}, {"is_causal": True}, {"attn_mask": masks.sliding_window(3)}],
+    ids=str,
+)
+def test_a_call_on_fake_tensors_gives_fake_results(options):
+    """Its output was looked at for NaN, which a stand-in has no values for."""
+    with FakeTensorMode():
+        q = torch.empty(2, 2, 8, 16)
+        made = dispatch.attention(q, q, q, **options)
+        assert isinstance(made, FakeTensor)
+        assert made.shape == q.shape
+    q = torch.randn(2, 2, 8, 16)  # and leaves nothing behind
+    want = dispatch.attention(q, q, q, backend="eager", **options)
+    torch.testing.assert_close(dispatch.attention(q, q, q, **options), want)

@@ -171,13 +171,17 @@ def _onnxruntime(op: AttentionOp, sample: Sample) -> Forward:
     causal = is_causal_square(op) and not any(isinstance(term, (Bias, Alibi)) for term in op.score)
     if not causal and (mask := _onnx_mask(op, sample)) is not None:
         named["M"] = mask
+    in_rows = all(x.transpose(1, 2).is_contiguous() for x in list(named.values())[:3])
+    if in_rows:  # heads side by side: the node takes [B, S, H * D] as they lie, and returns the same
+        named |= {name: named[name].transpose(1, 2).flatten(2) for name in "QKV"}
     named, refresh = _made_contiguous(named)
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = torch.get_num_threads()
     options.inter_op_num_threads = 1
     options.log_severity_level = 4
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")  # spinning would slow the others' turns
-    model, shape = _onnx_model(op, named, causal), (op.B, op.Hq, op.Sq, op.Dv)
+    shape = (op.B, op.Sq, op.Hq * op.Dv) if in_rows else (op.B, op.Hq, op.Sq, op.Dv)
+    model = _onnx_model(op, named, causal, shape)
     session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     binding = session.io_binding()
     for name, x in named.items():
@@ -189,7 +193,7 @@ def _onnxruntime(op: AttentionOp, sample: Sample) -> Forward:
         out = named["Q"].new_empty(shape)  # a result of its own, as everybody's
         binding.bind_output("Y", "cpu", 0, kinds[op.dtype], shape, out.data_ptr())
         session.run_with_iobinding(binding)
-        return out
+        return out.unflatten(2, (op.Hq, op.Dv)).transpose(1, 2) if in_rows else out
 
     forward.tensors = named  # type: ignore[attr-defined]  # a binding keeps no tensor alive
     return forward
@@ -222,7 +226,7 @@ def _onnx_mask(op: AttentionOp, sample: Sample) -> torch.Tensor | None:
     return mask.expand(mask.shape[0], mask.shape[1], op.Sq, op.Skv)
 
 
-def _onnx_model(op: AttentionOp, named: dict[str, torch.Tensor], causal: bool) -> bytes:
+def _onnx_model(op: AttentionOp, named: dict[str, torch.Tensor], causal: bool, shape: tuple[int, ...]) -> bytes:
     from onnx import TensorProto, helper
 
     kind = TensorProto.FLOAT if op.dtype == "float32" else TensorProto.FLOAT16
@@ -231,10 +235,11 @@ def _onnx_model(op: AttentionOp, named: dict[str, torch.Tensor], causal: bool) -
         return helper.make_tensor_value_info(name, TensorProto.BOOL if x.dtype == torch.bool else kind, list(x.shape))
 
     cap = next((term.cap for term in op.score if isinstance(term, SoftCap)), 0.0)
+    heads: dict[str, Any] = {"q_num_heads": op.Hq, "kv_num_heads": op.Hkv} if len(shape) == 3 else {}
     node = helper.make_node(
-        "Attention", list(named), ["Y"], is_causal=int(causal), scale=op.effective_scale, softcap=float(cap)
+        "Attention", list(named), ["Y"], is_causal=int(causal), scale=op.effective_scale, softcap=float(cap), **heads
     )
-    out = helper.make_tensor_value_info("Y", kind, [op.B, op.Hq, op.Sq, op.Dv])
+    out = helper.make_tensor_value_info("Y", kind, list(shape))
     graph = helper.make_graph([node], "attention", [info(name, x) for name, x in named.items()], [out])
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 24)], ir_version=10)
     return model.SerializeToString()

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from attn_dispatch.errors import InputTypeError
@@ -69,27 +70,34 @@ class Table:
 
     def tensor(self, device: Any = None) -> torch.Tensor:
         """The array, bool or int64; to be read, not written to: it is made once for each text."""
-        kind = torch.device("cpu" if device is None else device)
-        return _parse_table(self.text) if kind.type == "cpu" else _table_on(self.text, kind)
+        place = torch.device("cpu" if device is None else device)
+        found = _tables.get((self.text, place))
+        if found is None:
+            found = torch.from_numpy(_parse_table(self.text)).to(place)
+            if type(found) is torch.Tensor and not torch.compiler.is_compiling():  # not a tracer's, which ends with it
+                if len(_tables) >= _MAX_TABLES:
+                    _tables.clear()
+                _tables[self.text, place] = found
+        return found
 
     def __str__(self) -> str:
         return f'"{self.text}"'
 
 
-@functools.lru_cache(maxsize=256)
-def _table_on(text: str, device: torch.device) -> torch.Tensor:
-    """A table on a device, copied there once: each copy from the host waits for the device."""
-    return _parse_table(text).to(device)
+# Made once for each device: to a GPU, each copy from the host waits for the device.
+_tables: dict[tuple[str, torch.device], torch.Tensor] = {}
+_MAX_TABLES = 256
 
 
-@functools.lru_cache(maxsize=256)
-def _parse_table(text: str) -> torch.Tensor:
+@functools.lru_cache(maxsize=_MAX_TABLES)
+def _parse_table(text: str) -> np.ndarray[Any, Any]:
+    """As an array of numpy, which no default device and no mode of torch makes anything else of."""
     kind, shape_text, body = (text + " ").split(" ")[:3]
     shape = [int(n) for n in shape_text.split("x")]
     if kind == "bool" and body:
-        return torch.frombuffer(bytearray(body.encode()), dtype=torch.uint8).eq(ord("1")).reshape(shape)
-    dtype = torch.bool if kind == "bool" else torch.int64
-    return torch.tensor([int(x) for x in body.split(",") if x], dtype=dtype).reshape(shape)
+        return (np.frombuffer(body.encode(), dtype=np.uint8) == ord("1")).reshape(shape)
+    dtype = np.bool_ if kind == "bool" else np.int64
+    return np.array([int(x) for x in body.split(",") if x], dtype=dtype).reshape(shape)
 
 
 Operand = Ref | Held | Table

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["Ref", "TensorDesc", "dtype_name", "short_dtype", "stride_class"]
+__all__ = ["Ref", "TensorDesc", "dtype_name", "has_no_values", "short_dtype", "stride_class"]
 
 _SHORT = {
     "float64": "f64",
@@ -19,6 +19,23 @@ _SHORT = {
     "int32": "i32",
     "bool": "bool",
 }
+
+
+def has_no_values(*tensors: torch.Tensor) -> bool:
+    """Whether the values of any tensor cannot be read: while torch traces, under a transform, of a tracer's stand-in.
+
+    Example:
+        >>> has_no_values(torch.zeros(1)), has_no_values(torch.zeros(1), torch.zeros(1, device="meta"))
+        (False, True)
+    """
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:
+        return True
+    return any(
+        type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or x.device.type == "meta"
+        or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        for x in tensors
+    )
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 
 from attn_dispatch.errors import InputTypeError
@@ -73,7 +71,7 @@ class Table:
         place = torch.device("cpu" if device is None else device)
         found = _tables.get((self.text, place))
         if found is None:
-            found = torch.from_numpy(_parse_table(self.text)).to(place)
+            found = _parse_table(self.text).to(place)
             if type(found) is torch.Tensor and not torch.compiler.is_compiling():  # not a tracer's, which ends with it
                 if len(_tables) >= _MAX_TABLES:
                     _tables.clear()
@@ -89,15 +87,13 @@ _tables: dict[tuple[str, torch.device], torch.Tensor] = {}
 _MAX_TABLES = 256
 
 
-@functools.lru_cache(maxsize=_MAX_TABLES)
-def _parse_table(text: str) -> np.ndarray[Any, Any]:
-    """As an array of numpy, which no default device and no mode of torch makes anything else of."""
+def _parse_table(text: str) -> torch.Tensor:
     kind, shape_text, body = (text + " ").split(" ")[:3]
     shape = [int(n) for n in shape_text.split("x")]
     if kind == "bool" and body:
-        return (np.frombuffer(body.encode(), dtype=np.uint8) == ord("1")).reshape(shape)
-    dtype = np.bool_ if kind == "bool" else np.int64
-    return np.array([int(x) for x in body.split(",") if x], dtype=dtype).reshape(shape)
+        return torch.frombuffer(bytearray(body.encode()), dtype=torch.uint8).eq(ord("1")).reshape(shape)
+    dtype = torch.bool if kind == "bool" else torch.int64
+    return torch.tensor([int(x) for x in body.split(",") if x], dtype=dtype, device="cpu").reshape(shape)
 
 
 Operand = Ref | Held | Table

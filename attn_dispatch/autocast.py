@@ -13,7 +13,12 @@ def casts(query: Any) -> bool:
     """Whether autocast is on for the device of a query."""
     if not torch._C._is_any_autocast_enabled() or not isinstance(query, torch.Tensor):
         return False
-    return torch.is_autocast_enabled(query.device.type)
+    return _is_on(query.device.type)
+
+
+def _is_on(kind: str) -> bool:
+    """A device type without autocast (meta) has it off."""
+    return torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)
 
 
 def cast(*tensors: Any) -> list[Any]:
@@ -25,7 +30,7 @@ def cast(*tensors: Any) -> list[Any]:
         [torch.bfloat16, torch.float64]
     """
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if not _is_on(kind):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
     return [

@@ -164,7 +164,8 @@ def _renew_lock() -> None:
     _depth_lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_renew_lock)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_lock)
 
 
 def _count(step: int) -> None:

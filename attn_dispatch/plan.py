@@ -17,7 +17,9 @@ from attn_dispatch.backend import Operands, Raw, Run
 from attn_dispatch.device import facts
 from attn_dispatch.errors import BackendError, InputError
 from attn_dispatch.frontend import Binding
+from attn_dispatch.ir.atoms import Dense
 from attn_dispatch.ir.ops import AttentionOp
+from attn_dispatch.ir.scores import Bias
 from attn_dispatch.ir.tensors import TensorDesc, stride_class
 from attn_dispatch.passes import Step, canonicalise
 from attn_dispatch.registry import Registry, current
@@ -161,6 +163,15 @@ class Plan:
                 raise InputError(f"the plan was made for {name} {desc}, got {TensorDesc.of(given)}")
         if unknown := set(tensors) - set(self.tensors):
             raise InputError(f"the plan has no operand {', '.join(sorted(unknown))}; it has {sorted(self.tensors)}")
+        for name, x in tensors.items():
+            made = self.tensors[name]
+            if isinstance(x, torch.Tensor) and (x.dtype, x.shape, x.device.type) != (
+                made.dtype,
+                made.shape,
+                made.device.type,
+            ):
+                problem = f"the plan was made for {name} {TensorDesc.of(made)}, got {TensorDesc.of(x)}"
+                raise InputError(problem, remedy="make another plan with dispatch.plan(...)")
         return self.run(query, key, value, self.binding.operands({**self.tensors, **tensors}))
 
     def _check_gradients(self, given: dict[str, Any]) -> None:
@@ -310,15 +321,15 @@ def _compile(candidate: Candidate, op: AttentionOp, registry: Registry) -> Run:
 
 
 def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Registry) -> Run:
-    """Keep NaN and Inf in excluded keys from leaking, which no mask by length, window, block or segment may allow.
+    """Keep NaN and Inf in excluded keys from leaking, which no mask but is_causal alone may allow.
 
     A leak shows as a non-finite output (0 * NaN, -inf + NaN), so the output is looked at, which costs little, and only
     then the op is run again by the specification. On a GPU looking would wait for the device: there excluded columns
     are zeroed beforehand, and what a mask excludes per query is documented to leak.
     """
     steps = decision.chosen.chain.steps
-    reaching = steps[0].inner.mask if steps and steps[0].cuts_excluded else op.mask
-    if not reaching.sanitises or decision.chosen.backend.name == "eager":
+    reaching = steps[0].inner if steps and steps[0].cuts_excluded else op
+    if not _excludes_keys(reaching) or decision.chosen.backend.name == "eager":
         return run
     if op.traced or op.device != "cpu":
         if reference.column_masks(op.mask) is None:
@@ -340,6 +351,12 @@ def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Reg
         return exact[0](q, k, v, t)
 
     return guarded
+
+
+def _excludes_keys(op: AttentionOp) -> bool:
+    """Whether keys may be excluded whose NaN must not leak: by the mask, or by -inf in a bias."""
+    tensors = any(isinstance(atom, Dense) for atom in op.mask.atoms()) or any(isinstance(x, Bias) for x in op.score)
+    return op.mask.sanitises or tensors
 
 
 def _finish(run: Run, op: AttentionOp, binding: Binding) -> Run:

@@ -55,7 +55,7 @@ def attention(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     acc = state_dtype(q.dtype)
     linear = op.weight if isinstance(op.weight, Linear) else None
     if q.shape[1] == 0 or (k.shape[2] == 0 and linear is None):
-        return _no_keys(op, q, v, tensors, acc)
+        return _no_keys(op, q, k, v, tensors, acc)
     k, v = hide_columns(op.mask, k, v, tensors)
     state = _next_state(op, linear, k, v, tensors) if linear is not None and op.outputs.state else None
     k, v, bad = _set_aside_nonfinite(op, k, v)
@@ -261,9 +261,14 @@ def _repeated(per_kv_head: torch.Tensor, heads: int) -> torch.Tensor:
     return per_kv_head.repeat_interleave(heads // per_kv_head.shape[1], 1)
 
 
-def _no_keys(op: AttentionOp, q: torch.Tensor, v: torch.Tensor, tensors: Tensors, acc: torch.dtype) -> Raw:
-    """Every row is empty: 0, connected to q so that its gradient is 0 too."""
+def _no_keys(
+    op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, tensors: Tensors, acc: torch.dtype
+) -> Raw:
+    """Every row is empty: 0, connected to all that may want a gradient, so that each gets one of 0."""
     zero = q[..., :0].sum(-1, keepdim=True)
+    for x in (k, v, *tensors.values()):
+        if x.requires_grad:
+            zero = zero + x.reshape(-1)[:0].sum().to(zero.dtype)
     shape = q.shape[:3]
     lse = empty_lse(op, shape, tensors, acc, q.device)
     weights = q.new_zeros((*shape, v.shape[2])) if op.outputs.weights else None

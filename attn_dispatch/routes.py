@@ -133,6 +133,7 @@ class Routes:
 
 
 routes = Routes()
-os.register_at_fork(after_in_child=routes.renew_lock)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=routes.renew_lock)
 on_reset.append(routes.clear)
 on_change.append(routes.clear)

@@ -51,7 +51,7 @@ def settings() -> Settings:
     import platformdirs
 
     cache = os.environ.get("ATTN_DISPATCH_CACHE")
-    cache_dir = Path(cache) if cache else platformdirs.user_cache_path("attn_dispatch")
+    cache_dir = Path(cache).expanduser() if cache else platformdirs.user_cache_path("attn_dispatch")
     mode = os.environ.get("ATTN_DISPATCH_AUTOTUNE") or "cached"
     if mode not in AUTOTUNE_MODES:
         known = ", ".join(AUTOTUNE_MODES)

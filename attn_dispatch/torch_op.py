@@ -8,6 +8,7 @@ with gradients: one more forward than a fused backward would need.
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -43,7 +44,7 @@ def call(
         tensors.append(variant.decay)
     elif isinstance(variant, LinearAttention):
         linear = (variant.feature_map, variant.normalizer_eps)
-    elif not isinstance(variant, Softmax):
+    elif variant is not None and not isinstance(variant, Softmax):
         raise InputTypeError(f"variant must be from attn_dispatch.variants, got {variant!r}")
     mask_text = ""
     if isinstance(attn_mask, Mask):
@@ -67,10 +68,14 @@ def call(
         names.append("q_offset")
         tensors.append(q_offset)
         q_offset = None
+    elif q_offset is not None and not torch.compiler.is_exporting():
+        names.append("offset")  # a number in the string would be part of the graph, and decode has another at each step
+        tensors.append(torch.full((1,), q_offset, dtype=torch.int64, device="cpu"))
+        q_offset = None
     window = None if window is None else (window[0], window[1])
     spec = (
-        f"{{'names': {names!r}, 'mask': {mask_text!r}, 'dropout_p': {dropout_p!r}, 'is_causal': {is_causal!r}, "
-        f"'scale': {scale!r}, 'enable_gqa': {enable_gqa!r}, 'window': {window!r}, 'softcap': {softcap!r}, "
+        f"{{'names': {names!r}, 'mask': {mask_text!r}, 'dropout_p': {_text(dropout_p)}, 'is_causal': {is_causal!r}, "
+        f"'scale': {_text(scale)}, 'enable_gqa': {enable_gqa!r}, 'window': {window!r}, 'softcap': {_text(softcap)}, "
         f"'q_offset': {q_offset!r}, 'layout': {layout!r}, 'return_lse': {return_lse!r}, "
         f"'return_weights': {return_weights!r}, 'return_state': {returns_state!r}, 'linear': {linear!r}, "
         f"'backend': {pinned!r}}}"
@@ -80,6 +85,11 @@ def call(
         z = results[2] if len(results) == 4 else None
         return WithState(results[0], LinearState(results[1], z, results[-1]))
     return named_results(results, bool(return_lse), bool(return_weights))
+
+
+def _text(number: Any) -> str:
+    """A number as a literal; NaN and infinity, which have none, in quotes."""
+    return repr(number) if number is None or -sys.float_info.max <= number <= sys.float_info.max else f"'{number!r}'"
 
 
 def _add_state(variant: Any, names: list[str], tensors: list[torch.Tensor]) -> tuple[bool, Any]:
@@ -105,6 +115,8 @@ def _arguments(tensors: list[torch.Tensor], spec: str) -> dict[str, Any]:
     options.pop("call", None)
     named = dict(zip(options.pop("names"), tensors, strict=True))
     named.pop("seed", None)
+    offset = named.pop("offset", None)
+    options |= {name: float(x) for name in ("scale", "softcap", "dropout_p") if isinstance(x := options.get(name), str)}
     arguments = {name: named.pop(name) for name in list(named) if name in _TENSOR_ARGS}
     if (linear := options.pop("linear")) is not None:
         arguments["variant"] = LinearAttention(*linear)
@@ -115,8 +127,9 @@ def _arguments(tensors: list[torch.Tensor], spec: str) -> dict[str, Any]:
         arguments["state"] = LinearState(*state)
     if text := options.pop("mask"):
         arguments["attn_mask"] = _hold(parse_mask(text), named)
-    if arguments.get("q_offset") is not None:
+    if arguments.get("q_offset") is not None or offset is not None:
         options.pop("q_offset")
+    arguments |= {} if offset is None else {"q_offset": int(offset)}
     return {**options, **arguments}
 
 

@@ -15,6 +15,7 @@ vmap, grad, jvp     an ordinary call whose op says ``traced`` and ``higher_order
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -35,6 +36,8 @@ from attn_dispatch.results import named_results
 from attn_dispatch.state import WithState
 from attn_dispatch.variants import Softmax
 
+_MOST = sys.float_info.max
+
 __all__ = ["are_fake", "compiled", "describe_traced", "exported", "is_transformed"]
 
 
@@ -52,18 +55,24 @@ def are_fake(*tensors: Any) -> bool:
     return any(isinstance(x, FakeTensor) for x in tensors)
 
 
-def _is_sdpa(query: Any, attn_mask: Any, is_causal: Any, scale: Any, layout: Any, extras: tuple[Any, ...]) -> bool:
+def _is_sdpa(
+    query: Any, attn_mask: Any, dropout_p: Any, is_causal: Any, scale: Any, layout: Any, extras: tuple[Any, ...]
+) -> bool:
     """Whether torch's SDPA computes this by the rules of DESIGN section 2, for every length and kernel of it."""
     if layout != "bhsd" or any(extra is not None and extra is not False for extra in extras):
         return False
-    if scale is not None and scale <= 0:
-        return False  # the fused CPU kernel gives NaN with its causal flag
+    if scale is not None and not 0 < scale <= _MOST:
+        return False  # the fused CPU kernel gives NaN with its causal flag; what is no number is named at run time
+    if not 0 <= dropout_p <= 1:
+        return False
     if attn_mask is None:
         return True
     if is_causal or not isinstance(attn_mask, torch.Tensor):
         return False
     if attn_mask.ndim == 3 and query.ndim >= 4:
         return False  # ambiguous; the frontend says so
+    if attn_mask.ndim >= 2 and attn_mask.shape[-2] == 1:
+        return False  # a mask over keys: what it excludes must not leak NaN, which the operator looks for
     return attn_mask.dtype == torch.bool or attn_mask.dtype == query.dtype
 
 
@@ -93,7 +102,11 @@ def compiled(
               return_weights, backend, context.in_use)  # fmt: skip
     grouped = query.ndim > 2 and query.shape[-3] != key.shape[-3]
     refused = grouped and enable_gqa is False  # by the frontend, inside the operator: Dynamo cannot raise our errors
-    if not refused and not _somebody_chose() and _is_sdpa(query, attn_mask, is_causal, scale, layout, extras):
+    if (
+        not refused
+        and not _somebody_chose()
+        and _is_sdpa(query, attn_mask, dropout_p, is_causal, scale, layout, extras)
+    ):
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=grouped
         )

@@ -37,7 +37,7 @@ class Watched(Backend):
         with Watch() as watch:
             try:
                 executable = self._backend.compile(op)
-            except Exception as error:
+            except (Exception, SystemExit) as error:
                 raise BackendError(f"{self._who} raised {type(error).__name__} when compiled: {error}") from error
         self._tell(watch, "compiled")
         run = getattr(executable, "run", None)
@@ -49,17 +49,18 @@ class Watched(Backend):
             nonlocal checked
             # random numbers are its right where there is dropout; a graph cannot hold what the watch does
             watch = nullcontext() if checked or op.traced or op.dropout_p > 0 else Watch()
+            before = {} if checked or op.traced else _marks(q, k, v, t)
             with watch:
                 try:
                     result = run(q, k, v, t)
                 except torch.OutOfMemoryError:  # callers catch it, and the backend is not at fault
                     raise
-                except Exception as error:
+                except (Exception, SystemExit) as error:
                     raise BackendError(f"{self._who} raised {type(error).__name__} when run: {error}") from error
             if not checked:
                 if isinstance(watch, Watch):
                     self._tell(watch, "run")
-                problem = _broken_contract(result, op, q, k, v, t)
+                problem = _changed(before, _marks(q, k, v, t)) or _broken_contract(result, op, q, k, v, t)
                 if problem:
                     raise BackendError(f"{self._who} broke its contract: {problem}")
                 checked = True
@@ -74,6 +75,17 @@ class Watched(Backend):
         if watch.changes and text not in _told:
             _told.add(text)
             warnings.warn(text, PluginWarning, stacklevel=4)
+
+
+def _marks(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> dict[str, int]:
+    """How often each input was written to, as autograd counts it; nothing for those of inference mode."""
+    named = {"query": q, "key": k, "value": v, **t}
+    return {name: x._version for name, x in named.items() if isinstance(x, torch.Tensor) and not x.is_inference()}
+
+
+def _changed(before: dict[str, int], after: dict[str, int]) -> str:
+    names = [name for name, version in before.items() if after.get(name) != version]
+    return f"it changes its input {', '.join(names)}; work on a copy" if names else ""
 
 
 def _broken_contract(

@@ -11,7 +11,16 @@ import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from attn_dispatch import InputError, InputTypeError, UnknownBackendError, dispatch, masks, patterns, variants
+from attn_dispatch import (
+    InputError,
+    InputTypeError,
+    NoBackendError,
+    UnknownBackendError,
+    dispatch,
+    masks,
+    patterns,
+    variants,
+)
 from attn_dispatch.ir.recognise import recognise
 from attn_dispatch.ir.scores import alibi_slopes
 
@@ -540,3 +549,44 @@ def test_every_legal_call_of_torchs_sdpa_is_torchs_sdpa(call):
     copies = [x.clone() for x in inputs]
     torch.testing.assert_close(dispatch.attention(*inputs, **options), want, rtol=1e-4, atol=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
+
+
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_without_keys_everything_that_wants_a_gradient_gets_one_of_zero(backend):
+    q = torch.randn(1, 2, 3, 8, requires_grad=True)
+    k, v = (torch.randn(1, 2, 0, 8, requires_grad=True) for _ in range(2))
+    sinks = torch.randn(2, requires_grad=True)
+    grads = torch.autograd.grad(dispatch.attention(q, k, v, sinks=sinks, backend=backend).sum(), (q, k, v, sinks))
+    assert [g.shape for g in grads] == [q.shape, k.shape, v.shape, sinks.shape]
+    assert not any(g.any() for g in grads)
+    dispatch.attention(q.detach(), k, v, backend=backend).sum().backward()
+    assert k.grad is not None
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_a_padded_batch_of_no_sequences_is_empty(grad):
+    q = torch.randn(0, 2, 4, 8, requires_grad=grad)
+    for options in ({"key_lengths": torch.zeros(0, dtype=torch.int64)},
+                    {"attn_mask": torch.ones(0, 1, 1, 4, dtype=torch.bool)}):  # fmt: skip
+        out = dispatch.attention(q, q, q, **options)
+        assert out.shape == q.shape
+        if grad:
+            assert torch.autograd.grad(out.sum(), q)[0].shape == q.shape
+
+
+def test_nan_in_keys_that_any_mask_excludes_does_not_leak():
+    """The float twin of a mask, and one written out for each query, leaked where the bool one over keys did not."""
+    q, k, v = (torch.randn(1, 2, 4, 8) for _ in range(3))
+    k[..., 3, :] = v[..., 3, :] = math.nan
+    keep = torch.tensor([[True, True, True, False]])
+    want = dispatch.attention(q, k[..., :3, :], v[..., :3, :])
+    for mask in (keep, keep.expand(4, 4), torch.zeros(1, 4).masked_fill(~keep, -math.inf)):
+        torch.testing.assert_close(dispatch.attention(q, k, v, attn_mask=mask), want)
+        torch.testing.assert_close(dispatch.attention(q, k, v, attn_mask=mask.clone(), softcap=50.0),
+                                   dispatch.attention(q, k[..., :3, :], v[..., :3, :], softcap=50.0))  # fmt: skip
+
+
+def test_autocast_leaves_devices_without_it_alone():
+    x = torch.empty(1, 2, 4, 8, device="meta")
+    with torch.autocast("cpu", torch.bfloat16), pytest.raises(NoBackendError, match="device meta"):
+        dispatch.attention(x, x, x)

@@ -251,6 +251,7 @@ WRONG: dict[str, tuple[Any, str]] = {
     "a wrong shape": (running(lambda q, k, v, t: q.transpose(1, 2) + 0), "shape [1, 2, 4, 8], got [1, 4, 2, 8]"),
     "a wrong dtype": (running(lambda q, k, v, t: q.double()), "dtype torch.float32, got torch.float64"),
     "a wrong device": (running(lambda q, k, v, t: torch.empty_like(q, device="meta")), "must be on cpu, got meta"),
+    "an exit": (running(lambda q, k, v, t: sys.exit("no licence")), "raised SystemExit when run: no licence"),
     "its own input": (running(lambda q, k, v, t: q), "out shares its memory with query"),
     "a view of an input": (running(lambda q, k, v, t: v[:]), "out shares its memory with value"),
 }
@@ -269,6 +270,12 @@ def test_a_strangers_backend_that_breaks_its_contract_is_named_with_its_distribu
         assert words in str(caught.value)
     assert all(torch.equal(a, b) for a, b in zip(inputs, copies, strict=True))
     torch.testing.assert_close(dispatch.attention(*inputs, backend="eager"), F.scaled_dot_product_attention(*inputs))
+
+
+def test_a_strangers_backend_that_writes_to_its_inputs_is_named(install):
+    install(running(lambda q, k, v, t: torch.zeros(*q.shape[:3], v.shape[3]) + 0 * k.mul_(1.5).sum()))
+    with pytest.raises(BackendError, match="it changes its input key; work on a copy"):
+        dispatch.attention(x(), x(), x(), backend="toy")
 
 
 @pytest.mark.parametrize("kind", ["compile raises", "run raises"])

@@ -400,6 +400,19 @@ def test_a_plan_refuses_strides_that_its_kernel_would_misread():
     assert torch.equal(dispatch.plan(q, scattered, q, backend="sdpa_flash")(q, q, q), made(q, q, q))
 
 
+def test_a_plan_refuses_a_mask_of_another_kind_or_size():
+    """A float mask for a plan of a bool one was turned into its opposite."""
+    q = x()
+    keep = torch.ones(4, 4, dtype=torch.bool).tril()
+    made = dispatch.plan(q, q, q, attn_mask=keep)
+    with pytest.raises(InputError, match=r"made for attn_mask \[4, 4\] bool, got \[4, 4\] f32"):
+        made(q, q, q, attn_mask=torch.zeros(4, 4).masked_fill(~keep, -torch.inf))
+    with pytest.raises(InputError, match="made for attn_mask"):
+        made(q, q, q, attn_mask=keep[None, None])
+    other = keep.flip(0) | torch.eye(4, dtype=torch.bool)
+    assert torch.allclose(made(q, q, q, attn_mask=other), dispatch.attention(q, q, q, other), atol=1e-6)
+
+
 def test_plan_and_explain_see_autocast_as_a_call_does():
     q, half = x(), x().bfloat16()
     with torch.autocast("cpu", torch.bfloat16):

@@ -175,6 +175,11 @@ BROKEN = {
     "a foreign key": lambda text: text.replace('"dtype": "float32"', '"dtype": "float64"'),
     "an unknown field": lambda text: text.replace('"records": [', '"records": [{"name": "x", "colour": 1},'),
     "deeply nested": lambda text: "[" * 100_000,
+    "a time that is text": lambda text: text.replace('"median_us": 10.0', '"median_us": "fast"'),
+    "a time that is no number": lambda text: text.replace('"median_us": 10.0', '"median_us": NaN'),
+    "an error that is text": lambda text: text.replace('"out": 0.1', '"out": "small"'),
+    "seconds that are text": lambda text: text.replace('"seconds": 1.5', '"seconds": "long"'),
+    "a note that is a number": lambda text: text.replace('"note": "off by one"', '"note": 1'),
     "a ranking of nobody": lambda text: text.replace('"ranking": [\n  "eager"', '"ranking": [\n  "nobody"'),
 }
 
@@ -261,6 +266,26 @@ def test_each_step_over_a_static_cache_is_not_a_bucket_of_its_own():
     assert len(keys) <= 13
     near = op_of(sq=1, skv=2000, mask=Causal(), q_offset=100).bucketed()
     assert near == op_of(sq=1, skv=2048, mask=Causal(), q_offset=100).bucketed()
+
+
+def test_a_file_in_the_folders_place_is_one_warning_for_all_ops(tmp_path):
+    place = tmp_path / "cache"
+    place.write_text("not a folder")
+    store = Store(place)
+    with pytest.warns(StoreWarning, match="cannot be read") as said:  # noqa: PT031 - one warning for both
+        assert isinstance(store.get(op_of()), Miss)
+        assert isinstance(store.get(op_of(mask=Causal())), Miss)
+    assert len(said) == 1
+
+
+def test_a_folder_in_an_entrys_place_is_left_by_clear(tmp_path):
+    store = Store(tmp_path)
+    path = store.put(entry_of(op_of()))
+    assert path is not None
+    path.unlink()
+    path.mkdir()
+    assert store.clear(invalid_only=True) == 0
+    assert path.is_dir()
 
 
 def test_clear_removes_entries_leftovers_and_what_was_set_aside(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -108,6 +109,42 @@ def test_growing_lengths_compile_a_few_times_only(options):
         inputs = qkv(n, n, 2, 2)
         torch.testing.assert_close(compiled(*inputs), dispatch.attention(*inputs, **options))
     assert counter.frame_count <= 4
+
+
+def test_a_compiled_decode_with_offsets_that_are_numbers_is_one_graph():
+    """Each offset was written into the graph, and after eight of them torch gave up."""
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(q, k, v):
+        return dispatch.attention(q, k, v, is_causal=True, q_offset=k.shape[2] - q.shape[2])
+
+    compiled = torch.compile(step, backend=counter, fullgraph=True)
+    for n in range(5, 25):
+        inputs = qkv(2, n, 2, 2)
+        torch.testing.assert_close(compiled(*inputs), step(*inputs))
+    assert counter.frame_count <= 4
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"scale": math.nan}, "scale"), ({"softcap": math.nan}, "softcap"), ({"dropout_p": -0.1}, "dropout_p"),
+     ({"scale": math.inf, "window": (2, 0)}, "scale"), ({"dropout_p": math.nan}, "dropout_p")],
+    ids=str,
+)  # fmt: skip
+def test_a_number_that_is_none_is_named_in_a_compiled_call_too(options, words):
+    torch._dynamo.reset()
+    with pytest.raises(InputError, match=words):
+        torch.compile(lambda x: dispatch.attention(x, x, x, **options), backend="aot_eager")(torch.randn(1, 2, 5, 8))
+
+
+def test_nan_in_keys_that_a_compiled_calls_mask_excludes_does_not_leak():
+    q, k, v = qkv(4, 4, 2, 2)
+    k[..., 3, :] = v[..., 3, :] = math.nan
+    keep = torch.tensor([[True, True, True, False]])
+    compiled = torch.compile(lambda *x: dispatch.attention(*x[:3], attn_mask=x[3]), backend="aot_eager", fullgraph=True)
+    want = dispatch.attention(q, k[..., :3, :], v[..., :3, :])
+    for mask in (keep, keep.expand(q.shape[0], 1, 1, 4)):
+        torch.testing.assert_close(compiled(q, k, v, mask), want)
 
 
 def test_dispatch_use_around_a_compiled_call_is_honoured_and_left_again():

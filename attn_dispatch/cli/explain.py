@@ -115,6 +115,8 @@ def op_from_flags(flags: Flags) -> AttentionOp:
     dtype = getattr(torch, name, None)
     if not isinstance(dtype, torch.dtype):
         raise InputError(f"--dtype {flags.dtype} is no dtype of torch", remedy="--dtype float32, bfloat16, float16")
+    if flags.grad and not dtype.is_floating_point:
+        raise InputError(f"--grad with --dtype {flags.dtype}: only floating-point tensors have gradients")
     sizes = ((b, hq, sq, d), (b, hkv, skv, d), (b, hkv, skv, flags.dv or d))
     # meta tensors: shapes without memory, so that an op of any size and for any device can be explained here
     query, key, value = (torch.empty(size, dtype=dtype, device="meta", requires_grad=flags.grad) for size in sizes)

@@ -96,6 +96,8 @@ class TrimLengths(Rewrite):
             return Reason("feature", "mask", text=f"the rest of the mask, {lengths.rest}, has tensors per batch")
         if lengths.columns is not None and (reason := _why_keys_stay(op, lengths)) is not None:
             return reason
+        if op.B == 0:
+            return Reason("not_useful", "B", 0, ">= 1", text="there are no sequences")
         offset = op.static_offset() if lengths.positional else 0
         both = lengths.columns is not None and lengths.positional
         sq = _expected(op.Sq) if lengths.queries or both else op.Sq

@@ -76,7 +76,7 @@ def _apply(rewrite: Rewrite, op: AttentionOp) -> Rewritten | Reason:
         if isinstance(result, Rewritten):
             verify(result.inner)
         return result
-    except Exception as error:  # noqa: BLE001 - a stranger's rewrite; the error becomes its reason
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's rewrite; the error becomes its reason
         return Reason("error", "rewrite", text=f"{type(error).__name__}: {error}", hint=_where(error))
 
 
@@ -87,7 +87,7 @@ def reasons_of(backend: Backend, op: AttentionOp, registry: Registry) -> tuple[R
     """
     try:
         answer = backend.reasons_against(op)
-    except Exception as error:  # noqa: BLE001 - a stranger's check; the error becomes its reason
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's check; the error becomes its reason
         text = f"its capability check raised {type(error).__name__}: {error}"
         return (Reason("error", "capability", text=text, hint=_where(error)),)
     if not isinstance(answer, (list, tuple)) or not all(isinstance(reason, Reason) for reason in answer):
@@ -103,7 +103,7 @@ def _known_bad(backend: Backend, op: AttentionOp, registry: Registry) -> tuple[R
         return ()
     try:
         version = str(backend.version())
-    except Exception as error:  # noqa: BLE001 - a stranger's backend; the error becomes its reason
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's backend; the error becomes its reason
         return (Reason("error", "version", text=f"its version() raised {type(error).__name__}: {error}"),)
     reason = reason_against(backend.name, version, op, registry)
     return () if reason is None else (reason,)

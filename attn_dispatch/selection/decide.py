@@ -123,7 +123,7 @@ def _estimate(candidate: Candidate, op: AttentionOp) -> float | Reason:
     """The estimate in microseconds; a backend that raises or answers nonsense is refused with that as the reason."""
     try:
         time_us = estimate_us(candidate, op)
-    except Exception as error:  # noqa: BLE001 - a stranger's estimate; the error becomes its reason
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a stranger's estimate; the error becomes its reason
         return Reason("error", "estimate", text=f"its cost estimate raised {type(error).__name__}: {error}")
     if not math.isfinite(time_us):
         return Reason("error", "estimate", time_us, "a finite cost", text=f"its cost estimate is {time_us}")

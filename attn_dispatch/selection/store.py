@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import os
 import secrets
 import warnings
@@ -113,17 +114,44 @@ class Entry:
             op = AttentionOp.from_dict(data["op"])
             if op.key_text != data["key"]:
                 raise ValueError("its op does not agree with its key")
-            records = tuple(Record(**{**r, "errors": dict(r.get("errors", {}))}) for r in data["records"])
+            records = tuple(_record_of(r) for r in data["records"])
             ranking = tuple(data["ranking"])
             if unknown := [name for name in ranking if name not in {r.name for r in records}]:
                 raise ValueError(f"its ranking names {unknown[0]!r}, of which it has no record")
             place = Environment(**data["environment"])
             measured = AttentionOp.from_dict(data["measured"])
-            return cls(op, measured, records, ranking, place, str(data["when"]), data["seconds"], data["why"])
+            seconds, why = _number(data["seconds"], "seconds"), _text(data["why"], "why")
+            return cls(op, measured, records, ranking, place, _text(data["when"], "when"), seconds, why)
         except KeyError as error:
             raise ValueError(f"{error} is missing") from None
         except (TypeError, AttributeError) as error:
             raise ValueError(f"it is no entry: {error}") from None
+
+
+def _record_of(data: Mapping[str, Any]) -> Record:
+    """A record, of which every value has its type: a time that is text or NaN would fail wherever it is read."""
+    record = Record(**{**data, "errors": dict(data.get("errors", {}))})
+    for name in ("name", "status", "version", "note"):
+        _text(getattr(record, name), name)
+    for name in ("median_us", "spread_us"):
+        if (value := getattr(record, name)) is not None:
+            _number(value, name)
+    for name, value in record.errors.items():
+        if isinstance(value, bool) or not isinstance(value, (int, float)):  # one that gave NaN may be off by infinity
+            raise ValueError(f"errors.{name} is {value!r}, not a number")
+    return record
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{name} is {value!r}, not a finite number")
+    return value
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}, not text")
+    return value
 
 
 def _record_dict(record: Record) -> dict[str, Any]:
@@ -215,7 +243,7 @@ class Store:
             entry = _load(path)
         except FileNotFoundError:
             return Miss(("no entry",))
-        except PermissionError as error:
+        except (PermissionError, NotADirectoryError) as error:  # of the folder, and so of every entry
             text = f"the tuned store {self.root} cannot be read ({error}); nothing that was measured is used"
             self._warn("unreadable", f"{text}. Set ATTN_DISPATCH_CACHE to a folder that can be")
             return Miss((str(error),))
@@ -260,6 +288,7 @@ class Store:
         if self.root is not None:
             leftovers = (f"*/*{_UNFINISHED}", f"*/*{_ASIDE}*")
             gone += [p for pattern in leftovers for p in sorted((self.root / _FOLDER).glob(pattern))]
+        gone = [path for path in gone if not path.is_dir()]  # a folder that somebody put there is theirs
         for path in gone:
             path.unlink(missing_ok=True)
         self.forget()

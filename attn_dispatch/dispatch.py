@@ -342,7 +342,7 @@ def _slow(
         )  # fmt: skip
         if query.is_nested:
             return varlen.attend_nested(query, key, value, rest)
-        if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        if torch.compiler.is_compiling() or torch.compiler.is_exporting() or torch.jit.is_tracing():
             return tracing.exported(query, key, value, *rest)
         if casts(query):
             tensors = cast(query, key, value)

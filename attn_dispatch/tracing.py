@@ -8,7 +8,8 @@ torch.compile       what torch's SDPA does as asked is traced as SDPA, so Induct
 torch.export        the opaque operator, which `export_onnx` lowers and a loaded program dispatches; with
                     ``backend="eager"`` the specification in plain ATen ops, which runs without this package unless
                     the model itself returns our named results
-torch.onnx.export   the specification: exporters and runtimes disagree about SDPA's masks, dead rows and scales
+torch.onnx.export,  the specification: exporters and runtimes disagree about SDPA's masks, dead rows and scales
+torch.jit.trace
 vmap, grad, jvp     an ordinary call whose op says ``traced`` and ``higher_order``; backends that cannot, refuse
 ==================  ============================================================================================
 """
@@ -148,7 +149,7 @@ def exported(
                                   for x in (query_lengths, key_lengths))  # fmt: skip
     arguments = (attn_mask, float(dropout_p), bool(is_causal), scale, None, window, softcap, bias, sinks, query_lengths,
                  key_lengths, q_offset, variant)  # fmt: skip
-    if torch.onnx.is_in_onnx_export() or backend == "eager":
+    if torch.onnx.is_in_onnx_export() or torch.jit.is_tracing() or backend == "eager":
         results = _in_plain_operators(q, k, v, arguments, return_lse, return_weights, backend)
     else:
         from attn_dispatch import torch_op
@@ -179,7 +180,8 @@ def _in_plain_operators(
 ) -> Any:
     """The specification in ATen ops, for exporters that know no operator of ours."""
     if backend not in (None, "eager"):
-        text = f"backend={backend!r} cannot be honoured by torch.onnx.export"
+        by = "torch.jit.trace" if torch.jit.is_tracing() else "torch.onnx.export"
+        text = f"backend={backend!r} cannot be honoured by {by}"
         raise NoBackendError(f"{text}\n  try  attn_dispatch.export_onnx, or leave it out", {str(backend): []})
     mask, dropout_p, causal, scale, _, window, softcap, bias, sinks, query_lengths, key_lengths, offset, variant = (
         arguments

@@ -147,6 +147,16 @@ def test_nan_in_keys_that_a_compiled_calls_mask_excludes_does_not_leak():
         torch.testing.assert_close(compiled(q, k, v, mask), want)
 
 
+@pytest.mark.filterwarnings("ignore")  # of torch.jit, which is on its way out
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"window": (2, 0)}, {"softcap": 2.0}], ids=str)
+def test_a_call_can_be_traced_by_torch_jit(options):
+    traced = torch.jit.trace(lambda q, k, v: dispatch.attention(q, k, v, **options), qkv(5, 5, 2, 2), check_trace=False)
+    inputs = qkv(5, 5, 2, 2)
+    torch.testing.assert_close(traced(*inputs), dispatch.attention(*inputs, **options))
+    with pytest.raises(NoBackendError, match=r"cannot be honoured by torch\.jit\.trace"):
+        torch.jit.trace(lambda x: dispatch.attention(x, x, x, backend="blocked"), inputs[0], check_trace=False)
+
+
 def test_dispatch_use_around_a_compiled_call_is_honoured_and_left_again():
     seen = []
     compiled = torch.compile(

@@ -22,6 +22,7 @@ class Environment:
     Args:
         device: the device type. name: the model. arch: its architecture. threads: torch's, 0 where it means nothing.
         torch: version. runtime: CUDA or ROCm and cuDNN versions, "" on a CPU. policy: how times were taken.
+        precision: of float32 matrix products, ``torch.get_float32_matmul_precision()``.
     """
 
     device: str
@@ -31,6 +32,7 @@ class Environment:
     torch: str
     runtime: str
     policy: str
+    precision: str = "highest"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain types."""
@@ -58,6 +60,7 @@ def environment(device_type: str) -> Environment:
         str(torch.__version__),
         _runtime(device_type),
         policy(device_type),
+        torch.get_float32_matmul_precision(),
     )
 
 

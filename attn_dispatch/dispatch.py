@@ -146,8 +146,9 @@ def attention(
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant, query)
         options = (
             mask.text if isinstance(mask, Mask) else mask, tuple(named), is_causal, dropout_p, scale, enable_gqa,
-            window, softcap, None if "q_offset" in named else q_offset, variant_key(variant), layout, return_lse,
-            return_weights, backend, _context(), _deterministic(), forward_ad._current_level,
+            window, softcap, None if "q_offset" in named else q_offset,
+            None if variant is _SOFTMAX else variant_key(variant), layout, return_lse, return_weights, backend,
+            _context(), _deterministic(), forward_ad._current_level,
         )  # fmt: skip
     run = None
     try:
@@ -164,7 +165,7 @@ def attention(
     except TypeError:  # an unhashable or non-tensor argument: the slow path knows what to say about it
         options = ()
     if run is not None:
-        return run(query, key, value, route.operands(named) if named else _NO_OPERANDS)
+        return run(query, key, value, named if route.operands is None else route.operands(named))
     return _slow(
         options, named, mask, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap,
         bias, sinks, query_lengths, key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,

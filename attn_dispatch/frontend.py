@@ -25,6 +25,7 @@ from attn_dispatch.ir.weights import Softmax, Weight
 from attn_dispatch.linear_call import linear_weight
 from attn_dispatch.state import spread_state
 from attn_dispatch.variants import LinearAttention, Retention, Stateful, Variant
+from attn_dispatch.variants import Softmax as SoftmaxVariant
 
 __all__ = ["Binding", "Options", "collect_tensors", "describe"]
 
@@ -77,22 +78,31 @@ def collect_tensors(
     """All tensors of a call beside query, key and value, by the names that the op will use, and the bound mask."""
     named: dict[str, torch.Tensor] = {}
     mask: Mask | str | None = None
-    if isinstance(attn_mask, torch.Tensor):
+    if attn_mask is None:
+        pass
+    elif isinstance(attn_mask, torch.Tensor):
         named["attn_mask"], mask = attn_mask, "tensor"
     elif isinstance(attn_mask, Mask):
         mask, held = attn_mask.bind()
         named |= held
-    elif attn_mask is not None:
+    else:
         problem = f"attn_mask must be a tensor or a Mask, got {type(attn_mask).__name__}"
         raise InputTypeError(problem, remedy="a bool tensor (True = attend), a float bias, or attn_dispatch.masks")
-    if isinstance(bias, Alibi):
-        raise InputTypeError("bias=Alibi(...) needs its slopes as a tensor", remedy="bias=alibi_slopes(Hq), rank 1")
-    lengths = (("query_lengths", query_lengths), ("key_lengths", key_lengths))
-    for name, value in (("bias", bias), ("sinks", sinks), *lengths):
-        if value is not None:
-            named[name] = value if isinstance(value, torch.Tensor) else _as_lengths(name, value, query)
+    # line by line and not in a loop: every padded decode step comes here
+    if bias is not None:
+        named["bias"] = bias if isinstance(bias, torch.Tensor) else _as_tensor("bias", bias, query)
+    if sinks is not None:
+        named["sinks"] = sinks if isinstance(sinks, torch.Tensor) else _as_tensor("sinks", sinks, query)
+    if query_lengths is not None:
+        is_tensor = isinstance(query_lengths, torch.Tensor)
+        named["query_lengths"] = query_lengths if is_tensor else _as_tensor("query_lengths", query_lengths, query)
+    if key_lengths is not None:
+        is_tensor = isinstance(key_lengths, torch.Tensor)
+        named["key_lengths"] = key_lengths if is_tensor else _as_tensor("key_lengths", key_lengths, query)
     if isinstance(q_offset, torch.Tensor):
         named["q_offset"] = q_offset
+    if variant is None or isinstance(variant, SoftmaxVariant):
+        return named, mask
     if isinstance(variant, Stateful):
         named |= {} if variant.state is None else spread_state(variant.state)
         variant = variant.inner
@@ -106,7 +116,10 @@ def collect_tensors(
     return named, mask
 
 
-def _as_lengths(name: str, value: Any, query: Any) -> torch.Tensor:
+def _as_tensor(name: str, value: Any, query: Any) -> torch.Tensor:
+    """Lengths given as a list; nothing else may be one."""
+    if isinstance(value, Alibi):
+        raise InputTypeError("bias=Alibi(...) needs its slopes as a tensor", remedy="bias=alibi_slopes(Hq), rank 1")
     if name in ("bias", "sinks") or not hasattr(value, "__len__"):
         raise InputTypeError(f"{name} must be a tensor, got {type(value).__name__}", remedy=f"torch.tensor({name})")
     return torch.as_tensor(value, device=getattr(query, "device", None))

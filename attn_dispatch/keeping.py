@@ -33,7 +33,9 @@ def keep_route(
         options: the key of the call. query, key, value, named: its tensors. made: what it ran.
     """
     tensors = (query, key, value, *named.values())
-    operands = made.binding.operands if named else None
+    prepare = made.binding.prepare
+    as_given = all(step is None for _, step in prepare) and [name for name, _ in prepare] == list(named)
+    operands = None if as_given else made.binding.operands
     length = key.size(2) if key.ndim == 4 and _know_no_length(named, made) else 0
     others = routes.table.get(options, ()) if length else ()
     opened = next((r for r in others if r.runs is not None and r.check(*tensors)), None)

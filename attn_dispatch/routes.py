@@ -36,7 +36,7 @@ class Route:
 
     Args:
         check: says whether tensors are those that the plan was made for. run: the plan's run.
-        operands: makes the operands of the call; None when there are none.
+        operands: makes the operands of the call; None when they are its tensors as they come.
         length: the key length it was made for; 0 when that says nothing.
         runs: when the guard leaves the key length open, the run of each bucket by ``(length - 1).bit_length()``.
     """

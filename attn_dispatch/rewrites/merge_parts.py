@@ -20,6 +20,7 @@ from attn_dispatch.capability import Reason
 from attn_dispatch.device import facts
 from attn_dispatch.ir.atoms import Full
 from attn_dispatch.ir.ops import AttentionOp, Outputs
+from attn_dispatch.ir.scores import Bias
 from attn_dispatch.ir.weights import Softmax
 from attn_dispatch.rewrites.base import Rewrite, Rewritten, not_useful
 
@@ -134,12 +135,14 @@ class ApplySinks(Rewrite):
             return Reason("feature", "dropout", text="dropout and weights come after the sinks")
         name = op.weight.sinks.name
         inner = op.drop_operands(name).with_(weight=Softmax(), outputs=Outputs(lse=True))
+        never_empty = isinstance(op.mask, Full) and not any(isinstance(term, Bias) for term in op.score)
 
         def adapt(run: Run) -> Run:
             def outer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
                 out, lse, *_ = run(q, k, v, {n: x for n, x in t.items() if n != name} if len(t) > 1 else {})
                 sink = t[name].to(lse.dtype).view(1, -1, 1)
-                least = sink.clamp(min=torch.finfo(lse.dtype).min)  # -inf - -inf, of a row without keys, would be NaN
+                # -inf - -inf, of a row without keys, would be NaN
+                least = sink if never_empty else sink.clamp(min=torch.finfo(lse.dtype).min)
                 out = (out * torch.sigmoid(lse - least).unsqueeze(-1)).to(q.dtype)
                 return Raw(out, torch.logaddexp(lse, sink)) if op.outputs.lse else out
 

@@ -95,7 +95,16 @@ def _once_cpu(f: Callable[[], object]) -> Callable[[int], float]:
         globals={"f": f, "clock": clock, "beside": beside, "now": time.perf_counter},
         num_threads=torch.get_num_threads(),
     )
-    return lambda repeats: timer.timeit(repeats).mean
+
+    def timed(repeats: int) -> float:
+        if repeats > 1:
+            return timer.timeit(repeats).mean
+        beside.add_(1.0)  # one long call: the Timer would make two more to warm up, of seconds each
+        began = time.perf_counter()
+        f()
+        return time.perf_counter() - began
+
+    return timed
 
 
 def _once_cuda(f: Callable[[], object], flush: torch.Tensor) -> Callable[[int], float]:

@@ -49,7 +49,17 @@ def _facts(device_type: str, index: int, threads: int) -> DeviceFacts:
         return DeviceFacts("cuda", torch.cuda.get_device_name(index), cuda_arch())
     if device_type == "cpu":
         return DeviceFacts("cpu", _cpu_name(), platform.machine(), threads)
-    return DeviceFacts(device_type, device_type, "unknown")
+    return _accelerator(device_type) or DeviceFacts(device_type, device_type, "unknown")
+
+
+def _accelerator(device_type: str) -> DeviceFacts | None:
+    """Another accelerator that torch has here; its type stands for the architecture, which torch has no word for."""
+    found = getattr(torch, "accelerator", None)
+    here = found.current_accelerator(check_available=True) if found is not None else None
+    if here is None or here.type != device_type:
+        return None
+    named = getattr(getattr(torch, device_type, None), "get_device_name", None)
+    return DeviceFacts(device_type, str(named()) if callable(named) else device_type, device_type)
 
 
 def current(tensor: object) -> AbstractContextManager[object]:

@@ -19,7 +19,7 @@ from attn_dispatch import dispatch, reference, registry
 from attn_dispatch.backend import Backend, Cost, Executable, Raw
 from attn_dispatch.capability import ALL_FEATURES, Capability, Limit
 from attn_dispatch.context import AUTOTUNE_MODES
-from attn_dispatch.errors import FallbackWarning, NoBackendError, NotTunedError, StoreWarning
+from attn_dispatch.errors import FallbackWarning, InputError, NoBackendError, NotTunedError, StoreWarning
 from attn_dispatch.ir.atoms import Causal, Columns, KeyLengths
 from attn_dispatch.ir.masks import And
 from attn_dispatch.ir.ops import AttentionOp, Outputs
@@ -36,7 +36,7 @@ from attn_dispatch.selection.gate_dropout import dropout_problem
 from attn_dispatch.selection.pins import Pin, Pins, When
 from attn_dispatch.selection.samples import KINDS, golden, make_sample
 from attn_dispatch.selection.store import Entry, Record, Store
-from attn_dispatch.selection.timing import Timing, interleaved
+from attn_dispatch.selection.timing import Timing, interleaved, policy
 from attn_dispatch.selection.tuner import Effort, Session, _prune, choose, tune
 from attn_dispatch.settings import Settings
 
@@ -1156,3 +1156,31 @@ def test_nothing_chosen_is_traced_as_sdpa(install):
     torch._dynamo.reset()
     torch.compile(_Module(), backend=look, fullgraph=True)(x())
     assert graphs == [[torch.nn.functional.scaled_dot_product_attention]]
+
+
+def accelerator(monkeypatch: pytest.MonkeyPatch, here: str | None) -> list[str]:
+    """A fake one, and what it is asked to wait for."""
+    order: list[str] = []
+    found = torch.device(here) if here else None
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: found)
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda *_: order.append("wait"))
+    return order
+
+
+def test_another_accelerator_is_waited_for_before_and_after_each_turn(real_clock, monkeypatch):
+    """It was timed as a CPU: what was measured was the time to hand over the work."""
+    order = accelerator(monkeypatch, "xpu")
+    found = interleaved({"a": lambda: order.append("call")}, rounds=1, min_round_s=1e-9, device="xpu")
+    assert order == ["wait", "call", "wait"] * 3
+    assert found["a"].median_us > 0
+    assert policy("xpu") not in (policy("cpu"), policy("cuda"))
+
+
+@pytest.mark.parametrize(("here", "words"), [(None, "accelerator here is None"), ("xpu", "accelerator here is xpu")])
+def test_a_device_that_torch_cannot_wait_for_is_not_timed(real_clock, monkeypatch, here, words):
+    accelerator(monkeypatch, here)
+    with pytest.raises(InputError, match=f"hpu cannot be timed: torch's {words}"):
+        interleaved({"a": lambda: None}, device="hpu")
+    monkeypatch.delattr(torch, "accelerator")
+    with pytest.raises(InputError, match=r"this torch has no torch\.accelerator"):
+        interleaved({"a": lambda: None}, device="hpu")

@@ -1,7 +1,7 @@
 """Interleaved timing: every contender in every round, medians over rounds, so that a noisy machine hits all alike.
 
 The CPU is timed by `torch.utils.benchmark.Timer`, a CUDA device by one pair of events per iteration with a cold L2
-cache, as `triton.testing.do_bench` does.
+cache, as `triton.testing.do_bench` does, any other accelerator by the clock, which is read when it has nothing to do.
 
 On the CPU a small operation of torch on all threads comes before each call, and its time is not counted: in a model
 attention stands between projections. A library with threads of its own is slower there than in a loop of its own calls,
@@ -19,12 +19,15 @@ from dataclasses import dataclass
 import torch
 from torch.utils.benchmark import Timer
 
-__all__ = ["POLICY", "Timing", "interleaved", "policy", "spread"]
+from attn_dispatch.errors import InputError
+
+__all__ = ["POLICY", "Timing", "interleaved", "policy", "spread", "waiter"]
 
 POLICY = {
     "cpu": "torch Timer, each call after one of torch's, interleaved medians",
     "cuda": "event per iteration, cold L2, interleaved medians",
 }
+_OTHER = "synchronised before and after each turn, interleaved medians"
 _FLUSH_BYTES, _FLUSH_S = 256 << 20, 1e-4  # more than any L2 cache, and about what writing it takes
 _BESIDE = 1 << 16  # elements of the operation before each call: twice the least that torch shares out among threads
 
@@ -40,7 +43,31 @@ class Timing:
 
 def policy(device_type: str) -> str:
     """How a device type is timed; part of what a tuned record depends on."""
-    return POLICY.get(device_type, POLICY["cpu"])
+    return POLICY.get(device_type, _OTHER)
+
+
+def waiter(device_type: str) -> Callable[[], None]:
+    """What waits until a device type has done all that it was given; nothing for the CPU.
+
+    Raises:
+        InputError: torch cannot wait for it, so that no time of it would mean anything.
+    """
+    if device_type == "cpu":
+        return _nothing
+    if device_type == "cuda":
+        return torch.cuda.synchronize
+    found = getattr(torch, "accelerator", None)
+    here = found.current_accelerator(check_available=True) if found is not None else None
+    if found is None or here is None or here.type != device_type:
+        what = "this torch has no torch.accelerator" if found is None else f"torch's accelerator here is {here}"
+        raise InputError(
+            f"{device_type} cannot be timed: {what}", remedy="time it where torch.accelerator is that device"
+        )
+    return found.synchronize
+
+
+def _nothing() -> None:
+    """The CPU has done what it was given."""
 
 
 def interleaved(
@@ -58,12 +85,18 @@ def interleaved(
             until they take about this long.
         max_total_s: no new round starts after this long, once there are ``least_rounds``.
         device: the device type; on ``"cuda"`` each iteration is timed by events.
+
+    Raises:
+        InputError: torch cannot wait for this device.
     """
     if device == "cuda":
         flush = torch.empty(_FLUSH_BYTES, dtype=torch.int8, device="cuda")
         timers = {name: _once_cuda(f, flush) for name, f in contenders.items()}
-    else:
+    elif device == "cpu":
         timers = {name: _once_cpu(f) for name, f in contenders.items()}
+    else:
+        wait = waiter(device)
+        timers = {name: _once_waiting(f, wait) for name, f in contenders.items()}
     least = _FLUSH_S if device == "cuda" else 1e-7
     repeats = {}
     for name, timer in timers.items():
@@ -120,6 +153,20 @@ def _once_cuda(f: Callable[[], object], flush: torch.Tensor) -> Callable[[int], 
             end.record()
         torch.cuda.synchronize()
         return statistics.median(begin.elapsed_time(end) for begin, end in events) * 1e-3
+
+    return timed
+
+
+def _once_waiting(f: Callable[[], object], wait: Callable[[], None]) -> Callable[[int], float]:
+    """Seconds per call, of calls one after another between two waits."""
+
+    def timed(repeats: int) -> float:
+        wait()
+        start = time.perf_counter()
+        for _ in range(repeats):
+            f()
+        wait()
+        return (time.perf_counter() - start) / repeats
 
     return timed
 

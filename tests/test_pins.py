@@ -323,7 +323,8 @@ BAD: dict[str, tuple[str, str]] = {
     "a date as text": (P + "  - {when: {layers: 2026-12-01}, use: eager}", '3:21: when.layers: 2026-12-01 is read as a date, and text is wanted: quote it, "2026-12-01"'),
     "a number as backend": (P + "  - {use: [eager, 2]}", '3:19: use: 2 is read as a number, and text is wanted: quote it, "2"'),
     "a device with an index": ("schema: 1\nhardware: {device: 'cuda:0'}", "2:20: hardware.device: a device type is wanted, and '0' is an index: write cuda"),
-    "unknown device": (P + "  - {when: {device: cdua}, use: eager}", "3:21: when.device: there is no device 'cdua'; did you mean 'cuda'?"),
+    "a vendor's device with an index": ("schema: 1\nhardware: {device: 'npu:1'}", "2:20: hardware.device: a device type is wanted, and '1' is an index: write npu"),
+    "no device": (P + "  - {when: {device: CUDA}, use: eager}", "3:21: when.device: there is no device 'CUDA'; did you mean 'cuda'?"),
     "empty range": (P + "  - {when: {batch: {min: 9, max: 2}}, use: eager}", "3:20: when.batch: no size lies in 9..2"),
     "empty range as text": (P + '  - {when: {batch: "9..2"}, use: eager}', "3:20: when.batch: no size lies in 9..2"),
     "a size of nothing": (P + "  - {when: {head_dim: [64, 0]}, use: eager}", "3:28: when.head_dim: 0 never matches: this size is at least 1"),
@@ -634,6 +635,57 @@ def test_a_pin_that_can_decide_is_not_complained_of(text: str, write: Callable[.
     assert check([write(P + text)]) == []
 
 
+STRANGE = "torch here knows no device type"
+BAD_HERE = "schema: 1\nknown_bad:\n  - {id: a, backend: eager, why: b, link: 'https://c', "
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("schema: 1\nhardware: {device: npv}\ntuned: []", f"2:20: hardware.device: {STRANGE} 'npv'"),
+        (
+            P + "  - {when: {device: [cpu, cdua]}, use: eager}",
+            f"3:27: when.device: {STRANGE} 'cdua'; did you mean 'cuda'?",
+        ),
+        (BAD_HERE + "hardware: {device: npv}}", f"3:72: hardware.device: {STRANGE} 'npv'"),
+        (BAD_HERE + "when: {device: npv}}", f"3:68: when.device: {STRANGE} 'npv'"),
+    ],
+)
+def test_a_device_type_that_torch_does_not_know_here_is_taken_with_a_warning(
+    text: str, words: str, write: Callable[..., Path]
+) -> None:
+    """A vendor's torch has types of its own: the list was closed, so nobody could pin, lock or bar anything on them."""
+    path = write(text)
+    (problem,) = check([path])
+    assert not problem.is_error
+    assert str(problem).startswith(f"pins.yaml:{words}")
+    with pytest.warns(ConfigWarning, match=re.escape(words)):
+        load_pins([path], strict=True)
+
+
+@pytest.mark.parametrize("kind", ["xpu", "ipu", "privateuseone"])
+def test_a_device_type_that_torch_knows_needs_no_warning(kind: str, write: Callable[..., Path]) -> None:
+    path = write(f"schema: 1\nhardware: {{device: {kind}}}\npins:\n  - use: eager")
+    assert check([path]) == []
+    assert load_pins([path], strict=True).files[0].skipped == f"it is for {kind}, and there is none here"
+
+
+def test_pins_for_an_accelerator_hold_where_torch_has_it(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("xpu"))
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda: "A Vendor's 1")
+    device._facts.cache_clear()
+    try:
+        pins = load_pins([write("schema: 1\nhardware: {device: xpu, name: 'a vendor*'}\npins:\n  - use: eager")])
+        other = load_pins([write("schema: 1\nhardware: {device: hpu}\npins:\n  - use: eager")])
+    finally:
+        monkeypatch.undo()
+        device._facts.cache_clear()
+    assert (pins.files[0].skipped, len(pins.pins)) == ("", 1)
+    assert other.files[0].skipped == "it is for hpu, and there is none here"
+
+
 def test_a_name_in_a_file_for_another_machine_is_only_a_warning(
     write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -791,6 +843,21 @@ def test_check_prints_warnings_and_raises_for_errors(write: Callable[..., Path],
     result = run("check", str(good), str(bad))
     assert isinstance(result.exception, ConfigError)
     assert "bad.yaml:3:10: use: there is no backend 'eagre'" in str(result.exception)
+
+
+def test_check_says_when_a_layer_has_the_name_that_a_pin_asks_for(write: Callable[..., Path], tmp_path: Path) -> None:
+    """`capture(model)` wrote names that a workload approved and that no call had at run time."""
+    path = write(P + "  - {when: {heads: 8}, use: eager}\n  - {when: {layers: model.layers.0.self_attn}, use: eager}")
+    captured = workload(tmp_path, (an_op(), "model.layers.0.self_attn"))
+    result = run("check", str(path), "--workload", str(captured))
+    assert result.exit_code == 0
+    note, last = result.stdout.splitlines()
+    assert note.startswith("note     pins.yaml:4: layers matches model.layers.0.self_attn")
+    for word in ("with name_layers(model):", "attn_dispatch.integrations.layers", "LlamaAttention.0", "capture(model)"):
+        assert word in note
+        assert word in DOCS.read_text(encoding="utf-8") or word == "LlamaAttention.0"
+    assert last == "1 file checked, no warnings"
+    assert "note" not in run("check", str(write(P + "  - {use: eager}"))).stdout
 
 
 def test_check_without_files_checks_those_of_the_search(

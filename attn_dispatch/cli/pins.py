@@ -25,6 +25,13 @@ app = typer.Typer(
 )
 
 
+_LAYERS = (
+    "layers matches model.layers.0.self_attn and the like only inside `with name_layers(model):` "
+    "(attn_dispatch.integrations.layers); without it a layer is called LlamaAttention.0 through transformers, and has "
+    "no name elsewhere, whatever capture(model) wrote into a workload"
+)
+
+
 @app.command("schema")
 def schema_command() -> None:
     """Print the JSON Schema of a pin file, for editors."""
@@ -43,7 +50,7 @@ def check_command(
     """Name everything wrong or doubtful in pin files; exit code 2 for errors."""
     from attn_dispatch.errors import ConfigError
     from attn_dispatch.registry import current
-    from attn_dispatch.selection.pin_files import check
+    from attn_dispatch.selection.pin_files import check, parse
     from attn_dispatch.selection.pins import config_paths
 
     registry = current()
@@ -53,6 +60,9 @@ def check_command(
     for problem in found:
         if not problem.is_error:
             typer.echo(f"warning  {problem}")
+    by_layer = [pin.where for path in paths for pin in parse(path).pins if pin.when.layers]
+    if by_layer:
+        typer.echo(f"note     {', '.join(by_layer)}: {_LAYERS}")
     errors = [problem for problem in found if problem.is_error]
     if errors:
         raise ConfigError("\n".join(map(str, errors)))

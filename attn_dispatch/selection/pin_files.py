@@ -39,6 +39,7 @@ class Parsed:
     Args:
         name: the path as it is shown. document: its text with places. pins, tuned: empty when the file is broken.
         hardware: which machine it is for; None for any. problems: what is wrong, in the order of the file.
+        strangers: those of the problems that are device types which torch does not know here.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Parsed:
     problems: tuple[Problem, ...] = ()
     known_bad: tuple[KnownBad, ...] = ()
     allow_known_bad: tuple[str, ...] = ()
+    strangers: tuple[Problem, ...] = ()
 
     @property
     def device(self) -> str:
@@ -113,7 +115,8 @@ def _validated(name: str, document: Document, path: str) -> Parsed:
         found = [_problem(document, dict(detail)) for detail in error.errors(include_url=False)]
         return Parsed(name, document, problems=tuple(sorted(found, key=lambda p: (p.line, p.column))))
     pins = tuple(_pin(pin, n, model, document) for n, pin in enumerate(model.pins))
-    problems = _repeated(pins, document) + _unspoken(pins, document) + _no_ops(model, document)
+    strangers = _strange_devices(model, document)
+    problems = strangers + _repeated(pins, document) + _unspoken(pins, document) + _no_ops(model, document)
     tuned = tuple(
         {**entry.model_dump(), "file": path, "where": f"{name}:{document.place(('tuned', n))[0]}"}
         for n, entry in enumerate(model.tuned)
@@ -122,7 +125,24 @@ def _validated(name: str, document: Document, path: str) -> Parsed:
         return Parsed(name, document, problems=tuple(problems))
     bad = tuple(_known_bad(entry, n, document) for n, entry in enumerate(model.known_bad))
     allow = tuple(model.allow_known_bad)
-    return Parsed(name, document, pins, tuned, model.hardware, tuple(problems), bad, allow)
+    return Parsed(name, document, pins, tuned, model.hardware, tuple(problems), bad, allow, tuple(strangers))
+
+
+def _strange_devices(model: FileModel, document: Document) -> list[Problem]:
+    """Warnings for device types that torch does not know here: a vendor's that is not installed, or a misspelling."""
+    from attn_dispatch.selection.pin_values import strange_device
+
+    places: list[tuple[tuple[Any, ...], str]] = []
+    machines = [((), model.hardware), *((("known_bad", n), bad.hardware) for n, bad in enumerate(model.known_bad))]
+    places += [((*at, "hardware", "device"), machine.device) for at, machine in machines if machine is not None]
+    whens = [(("pins", n), pin.when) for n, pin in enumerate(model.pins)]
+    whens += [(("known_bad", n), bad.when) for n, bad in enumerate(model.known_bad)]
+    places += [((*at, "when", "device", k), word) for at, when in whens for k, word in enumerate(when.device)]
+    return [
+        document.problem(path, f"{_label(path)}{text}", is_error=False)
+        for path, word in places
+        if (text := strange_device(word))
+    ]
 
 
 def _no_ops(model: FileModel, document: Document) -> list[Problem]:
@@ -288,6 +308,8 @@ def select(parsed: Iterable[Parsed], registry: Registry) -> Pins:
             _warn(f"{file.errors[0]}{tail}. The file is ignored")
             files.append(PinFile(file.name, hardware=hardware, skipped=f"broken: {file.errors[0]}"))
             continue
+        for stranger in file.strangers:
+            _warn(str(stranger))
         skipped = mismatch(file.hardware)
         files.append(PinFile(file.name, len(file.pins), len(file.tuned), hardware, skipped))
         if skipped:

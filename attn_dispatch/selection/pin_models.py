@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema, model_validator
 
 from attn_dispatch.selection.pin_values import (
-    DEVICES,
+    DEVICE_SCHEMA,
     SCHEMA,
     TEXT_SCHEMA,
     Booleans,
@@ -37,7 +37,6 @@ from attn_dispatch.selection.pin_values import (
     chain_of,
     date_of,
     device_of,
-    enum,
     no_such,
     not_none,
     nothing_is_none,
@@ -99,7 +98,7 @@ class WhenModel(_Strict):
 class HardwareModel(_Strict):
     """Which machine a file is for; on any other it says nothing. Its pins speak of ops on this device alone."""
 
-    device: Annotated[str, PlainValidator(device_of), WithJsonSchema(enum(DEVICES))] = Field(description="Device type.")
+    device: Annotated[str, PlainValidator(device_of), WithJsonSchema(DEVICE_SCHEMA)] = Field(description="Device type.")
     name: Texts = Field(default=[], description="Patterns over the device's name as doctor prints it: * ? [abc].")
     arch: Texts = Field(default=[], description="Patterns over the architecture: sm90, x86_64.")
     threads: Counts = Field(default=[], description="Threads that torch uses.")

@@ -19,6 +19,7 @@ from attn_dispatch.selection.pins import Span
 
 __all__ = [
     "DEVICES",
+    "DEVICE_SCHEMA",
     "SCHEMA",
     "TEXT_SCHEMA",
     "Booleans",
@@ -48,6 +49,7 @@ __all__ = [
     "not_none",
     "nothing_is_none",
     "schema_number",
+    "strange_device",
 ]
 
 
@@ -56,6 +58,7 @@ PHASES = ("prefill", "decode", "cross")
 VARIANTS = ("softmax", "linear", "retention")
 LAYOUTS = ("bhsd", "bshd")
 DEVICES = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia", "xla", "meta")
+_DEVICE = "[a-z][a-z0-9_]*"
 DTYPES = ("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 _SHORT = {short_dtype(name): name for name in DTYPES[:4]} | {"fp64": "float64", "fp32": "float32", "fp16": "float16"}
 _MASKS = {word.lower(): word for word in MASK_WORDS}
@@ -112,11 +115,33 @@ def _word(what: str, known: Sequence[str]) -> Callable[[Any], str]:
 
 
 def device_of(value: Any) -> str:
-    """Read a device type."""
-    kind, colon, index = _text(value).partition(":")
-    if colon and kind in DEVICES:
+    """Read a device type: any identifier, since a vendor's torch has types of its own; see `strange_device`."""
+    word = _text(value)
+    kind, colon, index = word.partition(":")
+    if colon and re.fullmatch(_DEVICE, kind):
         raise ValueError(f"a device type is wanted, and {index!r} is an index: write {kind}")
-    return _word("device", DEVICES)(value)
+    if not re.fullmatch(_DEVICE, word):
+        raise ValueError(no_such("device", word, DEVICES))
+    return word
+
+
+def strange_device(word: str) -> str:
+    """What to say of a device type that torch does not know here; empty when it does.
+
+    Example:
+        >>> strange_device("cuda"), strange_device("cdua")
+        ('', "torch here knows no device type 'cdua'; did you mean 'cuda'?")
+    """
+    import torch
+
+    if word in DEVICES:
+        return ""
+    try:
+        torch.device(word)
+    except RuntimeError:
+        near = difflib.get_close_matches(word, DEVICES, n=1)
+        return f"torch here knows no device type {word!r}" + (f"; did you mean {near[0]!r}?" if near else "")
+    return ""
 
 
 def _dtype(value: Any) -> str:
@@ -275,7 +300,8 @@ Layouts = Annotated[
 Dtypes = Annotated[
     list[Annotated[str, PlainValidator(_dtype)]], _List, WithJsonSchema(_one_or_more(enum((*DTYPES, *_SHORT))))
 ]
-Devices = Annotated[list[Annotated[str, PlainValidator(device_of)]], _List, WithJsonSchema(_one_or_more(enum(DEVICES)))]
+DEVICE_SCHEMA = {"anyOf": [enum(DEVICES), {"type": "string", "pattern": f"^{_DEVICE}$"}]}
+Devices = Annotated[list[Annotated[str, PlainValidator(device_of)]], _List, WithJsonSchema(_one_or_more(DEVICE_SCHEMA))]
 Masks = Annotated[list[Annotated[str, PlainValidator(_mask)]], _List, WithJsonSchema(_one_or_more(_MASK_SCHEMA))]
 Counts = Annotated[list[Annotated[Any, PlainValidator(_size(1))]], _List, WithJsonSchema(_one_or_more(_size_schema(1)))]
 Lengths = Annotated[

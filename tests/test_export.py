@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -591,3 +592,49 @@ def test_mistakes_of_the_caller_are_the_frontends_words(tmp_path):
     with pytest.raises(ExportError, match="rank 3 is ambiguous"):
         export_onnx(Ambiguous().eval(), (q, torch.ones(2, 5, 5, dtype=torch.bool)), tmp_path / "m.onnx")
     assert issubclass(InputError, ValueError)
+
+
+_WITHOUT = """
+import sys
+for name in {missing}:
+    sys.modules[name] = None  # as where it is not installed
+sys.argv = ["attn-dispatch", *{arguments}]
+from attn_dispatch.cli import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("missing", "arguments", "words"),
+    [
+        (
+            ["onnx"],
+            ["export", "minilm"],
+            "ExportError: exporting to ONNX needs onnx: pip install 'attn-dispatch[onnx]'",
+        ),
+        (["onnxscript"], ["export", "minilm"], "exporting to ONNX needs onnxscript: pip install 'attn-dispatch[onnx]'"),
+        (["onnx"], ["explain", "a.onnx"], "reading an ONNX file needs onnx: pip install 'attn-dispatch[onnx]'"),
+        (["transformers"], ["export", "minilm"], "InputError: transformers cannot be imported"),
+        (["transformers"], ["export", "."], "pip install 'attn-dispatch[transformers]'"),
+    ],
+)
+def test_what_is_not_installed_is_named_with_how_to_get_it(missing, arguments, words, tmp_path):
+    code = _WITHOUT.format(missing=missing, arguments=arguments)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.returncode == 2, done.stderr
+    assert words in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_function_says_so_too_and_no_other_error_is_hidden(monkeypatch):
+    import attn_dispatch.export as package
+
+    monkeypatch.delitem(sys.modules, "attn_dispatch.export.main")
+    monkeypatch.setitem(sys.modules, "onnx_ir", None)
+    with pytest.raises(ExportError, match=r"needs onnx_ir: pip install 'attn-dispatch\[onnx\]'"):
+        package.export_onnx  # noqa: B018 - the import is what is tested
+    monkeypatch.undo()
+    monkeypatch.delitem(sys.modules, "attn_dispatch.export.main")
+    monkeypatch.setitem(sys.modules, "attn_dispatch.export.verify", None)
+    with pytest.raises(ModuleNotFoundError, match=r"attn_dispatch\.export\.verify"):
+        package.export_onnx  # noqa: B018

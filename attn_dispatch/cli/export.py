@@ -77,8 +77,8 @@ def load(name: str) -> Exportable:
         from attn_dispatch.export.transformers import decoder, encoder
         from attn_dispatch.integrations import transformers
 
+        model = _transformers_model(name)  # first: it says what to install where transformers is not
         transformers.register()
-        model = _transformers_model(name)
         model.set_attn_implementation("attn_dispatch")
         causal = type(model).__name__.endswith("ForCausalLM")
         return decoder(model) if causal else encoder(model)
@@ -103,8 +103,13 @@ def _transformers_model(name: str) -> Any:
         return load_minilm().model
     if name == "smollm2":
         return load_smollm2().model
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    from attn_dispatch.errors import InputError
 
+    try:
+        from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+    except ImportError as error:
+        problem = f"the folder {name} needs transformers, which cannot be imported: {error}"
+        raise InputError(problem, remedy="pip install 'attn-dispatch[transformers]'") from None
     config = AutoConfig.from_pretrained(name)
     causal = any(kind.endswith("ForCausalLM") for kind in config.architectures or ())
     return (AutoModelForCausalLM if causal else AutoModel).from_pretrained(name).eval()

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,10 @@ from attn_dispatch.passes import canonicalise
 from attn_dispatch.plan import Plan
 from attn_dispatch.yaml_text import yaml_text
 
-__all__ = ["SCHEMA", "Entry", "Use", "Workload", "capture", "current_layer"]
+__all__ = ["SCHEMA", "Entry", "Use", "Workload", "capture", "current_layer", "workload_files"]
 
 SCHEMA = 1
+_REMEDY = "give a workload file: dispatch.capture() writes one"
 PHASES = ("prefill", "decode", "cross")
 
 
@@ -66,6 +67,14 @@ class Use:
     op: AttentionOp
     count: int
     layers: tuple[str, ...]
+
+    def moved(self, device: str) -> Use:
+        """The same on another device type, ``"cuda"``; ``""`` moves nothing."""
+        if not device:
+            return self
+        named = {name: replace(getattr(self.op, name), device=device) for name in ("query", "key", "value")}
+        operands = tuple((name, replace(desc, device=device)) for name, desc in self.op.operands)
+        return replace(self, op=self.op.with_(**named, operands=operands))
 
 
 @dataclass
@@ -185,10 +194,24 @@ class Workload:
         try:
             data = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
-            raise InputError(f"{path}: {error.strerror or error}", remedy="attn-dispatch bench FILE.yaml") from None
+            raise InputError(f"{path}: {error.strerror or error}", remedy=_REMEDY) from None
         except (yaml.YAMLError, ValueError, OverflowError) as error:
             raise InputError(f"{path}: not YAML: {error}") from None
         return cls.from_dict(data, str(path))
+
+
+def workload_files(place: Path) -> list[Path]:
+    """A file itself; of a folder the workload files in it, by name.
+
+    Raises:
+        InputError: a folder without any.
+    """
+    if not place.is_dir():
+        return [place]
+    found = sorted(place.glob("*.yaml"))
+    if not found:
+        raise InputError(f"{place} holds no workload files (*.yaml)", remedy=_REMEDY)
+    return found
 
 
 def provenance() -> dict[str, Any]:

@@ -23,7 +23,7 @@ from attn_dispatch.errors import InputError, StoreWarning
 from attn_dispatch.selection import tuned
 from attn_dispatch.selection.environment import environment
 from attn_dispatch.selection.lock import read_lock
-from attn_dispatch.selection.store import Store
+from attn_dispatch.selection.store import Entry, Store
 from attn_dispatch.selection.tuner import Effort, tune
 from attn_dispatch.settings import settings
 
@@ -173,8 +173,9 @@ def test_ctrl_c_keeps_what_is_done(machine, monkeypatch):
 
 
 def test_an_op_for_hardware_that_is_not_here_is_named(machine):
-    said = run("tune", str(captured(machine / "w.yaml", 24)), "--device", "cuda")
-    assert "not tuned" in said or torch.cuda.is_available()
+    here = torch.cuda.is_available()
+    said = run("tune", str(captured(machine / "w.yaml", 24)), "--device", "cuda", code=0 if here else 1)
+    assert "not tuned" in said or here
 
 
 def test_a_file_with_pins_is_not_written_over(machine):
@@ -332,3 +333,80 @@ def test_the_number_of_threads_may_be_set_at_any_time():
         assert found == [(1, 1), (3, 3)]
     finally:
         torch.set_num_threads(before)
+
+
+def test_a_folder_stands_for_its_workload_files(machine):
+    (machine / "mine").mkdir()
+    with pytest.raises(InputError, match="mine holds no workload files"):
+        run("tune", "mine")
+    captured(machine / "mine" / "a.yaml", 24)
+    captured(machine / "mine" / "b.yaml", 100)
+    assert "2 ops, 0 from the store" in run("tune", "mine", "-o", "lock.yaml")
+    assert yaml.safe_load((machine / "lock.yaml").read_text())["measured"]["by"] == "attn-dispatch tune mine"
+
+
+def test_a_file_that_is_not_there_is_named_with_a_remedy_of_no_command(machine):
+    with pytest.raises(InputError) as caught:
+        run("tune", "nowhere.yaml")
+    assert "nowhere.yaml: No such file" in str(caught.value)
+    assert "give a workload file: dispatch.capture() writes one" in str(caught.value)
+
+
+def test_where_nothing_was_tuned_nothing_is_written_and_the_command_fails(machine, monkeypatch):
+    def fails(*_: Any) -> Any:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("attn_dispatch.cli.tune.tune_together", fails)
+    said = run("tune", str(captured(machine / "w.yaml", 24)), "-o", "lock.yaml", code=1)
+    assert "nothing was tuned: lock.yaml was not written" in said
+    assert not (machine / "lock.yaml").exists()
+    run("tune", "w.yaml", code=1)
+
+
+def test_words_in_brackets_are_shown_as_they_are_and_cost_no_lock_file(machine, monkeypatch):
+    """rich read them as markup: an error's text with ``[/]`` raised before the file was written."""
+
+    def sometimes(op: Any, *rest: Any) -> Any:
+        if op.Sq == 24:
+            raise RuntimeError("the kernel says [/red] and [bold]")
+        return replace(tune(op, *rest), why="fast [/so]")
+
+    monkeypatch.setattr("attn_dispatch.cli.tune.tune_together", sometimes)
+    said = run("tune", str(captured(machine / "w.yaml", 24, 100)), "-o", "lock.yaml")
+    assert "the kernel says [/red] and [bold]" in " ".join(said.split())
+    assert "fast [/so]" in said
+    assert len(yaml.safe_load((machine / "lock.yaml").read_text())["tuned"]) == 1
+
+
+def test_the_lock_file_is_written_before_anything_is_printed(machine, monkeypatch):
+    def breaks(*_: Any) -> Any:
+        raise RuntimeError("the terminal is gone")
+
+    monkeypatch.setattr("attn_dispatch.cli.tune._table", breaks)
+    with pytest.raises(RuntimeError, match="the terminal is gone"):
+        run("tune", str(captured(machine / "w.yaml", 24)), "-o", "lock.yaml")
+    assert len(yaml.safe_load((machine / "lock.yaml").read_text())["tuned"]) == 1
+
+
+def test_cache_show_wants_the_beginning_of_one_entry(machine):
+    run("tune", str(captured(machine / "w.yaml", 24, 100)))
+    names = [f"{path.parent.name}/{path.stem}" for path in Store(machine / "cache").files()]
+    with pytest.raises(InputError, match="has no entry 'zz'"):
+        run("cache", "show", "zz")
+    for empty in ("", " ", "/"):
+        with pytest.raises(InputError, match="an empty digest is the beginning of every entry"):
+            run("cache", "show", empty)
+    folder = names[0].partition("/")[0]
+    with pytest.raises(InputError, match=f"'{folder}/' is the beginning of 2 entries") as caught:
+        run("cache", "show", f"{folder}/")
+    assert all(name in str(caught.value) for name in names)
+    entry = next(entry for _, entry in Store(machine / "cache").entries())
+    assert isinstance(entry, Entry)
+    elsewhere = replace(entry, environment=replace(entry.environment, threads=entry.environment.threads + 1))
+    Store(machine / "cache").put(elsewhere)
+    digest = entry.op.digest()
+    with pytest.raises(InputError, match=f"'{digest}' is the beginning of 2 entries"):
+        run("cache", "show", digest)
+    for one in (entry, elsewhere):
+        shown = json.loads(run("cache", "show", f"{one.environment.digest()}/{digest}"))
+        assert shown["environment"]["threads"] == one.environment.threads

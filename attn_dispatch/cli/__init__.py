@@ -150,7 +150,7 @@ def tune_command(
     limit_s: Annotated[float, typer.Option("--limit", help="Seconds for a candidate in its own process.")] = 60.0,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the ops of workloads on this machine; Ctrl-C keeps what is done."""
+    """Measure the ops of workloads on this machine; Ctrl-C keeps what is done. Exit code 1: nothing was tuned."""
     from attn_dispatch.cli.tune import run
     from attn_dispatch.selection.tuner import Effort
 

@@ -12,7 +12,7 @@ __all__ = ["app"]
 
 app = typer.Typer(help="The store of what was measured on this machine.", no_args_is_help=True)
 
-Digest = Annotated[str, typer.Argument(help="Op digest, or its first characters; see `cache ls`.")]
+Digest = Annotated[str, typer.Argument(help="Op digest, or enough of its first characters; see `cache ls`.")]
 
 
 @app.command("ls")
@@ -52,11 +52,22 @@ def show_command(digest: Digest) -> None:
     from attn_dispatch.selection.store import Entry
     from attn_dispatch.selection.tuned import store
 
-    for path, entry in store().entries():
-        if isinstance(entry, Entry) and path.stem.startswith(digest):
-            typer.echo(json.dumps(entry.to_dict(), indent=1))
-            return
-    raise InputError(f"the store {store().root} has no entry {digest!r}", remedy="attn-dispatch cache ls")
+    if not digest.strip("/ "):
+        raise InputError("an empty digest is the beginning of every entry", remedy="attn-dispatch cache ls")
+    entries = {f"{path.parent.name}/{path.stem}": e for path, e in store().entries() if isinstance(e, Entry)}
+    found = {
+        name: entry
+        for name, entry in entries.items()
+        if (name if "/" in digest else name.partition("/")[2]).startswith(digest)
+    }
+    if not found:
+        raise InputError(f"the store {store().root} has no entry {digest!r}", remedy="attn-dispatch cache ls")
+    if len(found) > 1:
+        lines = "".join(f"\n  {name}  {e.environment.name}  {e.op}" for name, e in sorted(found.items()))
+        remedy = "more characters; of one op measured in several environments, the folder too, as above"
+        raise InputError(f"{digest!r} is the beginning of {len(found)} entries:{lines}", remedy=remedy)
+    (entry,) = found.values()
+    typer.echo(json.dumps(entry.to_dict(), indent=1))
 
 
 @app.command("clear")

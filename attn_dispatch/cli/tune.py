@@ -13,10 +13,11 @@ from typing import Any
 import torch
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from attn_dispatch.capture import Use, Workload
+from attn_dispatch.capture import Use, Workload, workload_files
 from attn_dispatch.errors import InputError, NoBackendError
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.registry import Registry, current
@@ -50,7 +51,8 @@ def run(files: Sequence[Path], out: Path | None, effort: Effort, force: bool, de
     """Tune the workloads' ops, print what was found, and write the lock file.
 
     Returns:
-        The exit code: 0, or 130 after Ctrl-C (what was done is kept and written).
+        The exit code: 0; 1 when nothing was tuned, and no file written; or 130 after Ctrl-C (what was done is kept and
+        written).
 
     Raises:
         InputError: a file is no workload, or ``out`` holds pins, which would be lost.
@@ -66,20 +68,32 @@ def run(files: Sequence[Path], out: Path | None, effort: Effort, force: bool, de
     start = time.perf_counter()
     outcome = tune_uses(uses, Session(effort), force, console)
     seconds = time.perf_counter() - start
-    if as_json:
-        typer.echo(_json(outcome))
-    else:
-        console.print(_table(outcome))
-        console.print(_summary(outcome, seconds))
-    if out is not None and outcome.entries:
-        fresh = [entry_dict(entry, use.layers, use.count) for entry, use in outcome.entries if entry.ranking]
-        digests = {entry["digest"] for entry in fresh}
-        existing = read_lock(out, hardware_of(place)) if out.exists() else []  # as others left it meanwhile
-        kept = [entry for entry in existing if entry.get("digest") not in digests]
-        by = " ".join(["attn-dispatch tune", *(str(file) for file in files)])
-        write_lock(out, lock_dict([*kept, *fresh], hardware_of(place), provenance_of(by, place, seconds)))
-        console.print(f"wrote {out}: {len(fresh)} ops measured, {len(kept)} kept from before")
-    return 130 if outcome.interrupted else 0
+    by = " ".join(["attn-dispatch tune", *(str(file) for file in files)])
+    try:
+        wrote = _write(out, outcome, place, by, seconds) if out is not None else ""
+    finally:  # written first, and shown where it cannot be written too
+        if as_json:
+            typer.echo(_json(outcome))
+        else:
+            console.print(_table(outcome))
+            console.print(_summary(outcome, seconds), markup=False, highlight=False)
+    if wrote:
+        console.print(wrote, markup=False, highlight=False)
+    if outcome.interrupted:
+        return 130
+    return 0 if any(entry.ranking for entry, _ in outcome.entries) else 1
+
+
+def _write(out: Path, outcome: Outcome, place: Environment, by: str, seconds: float) -> str:
+    """Bring the lock file up to date; what was done, for people."""
+    fresh = [entry_dict(entry, use.layers, use.count) for entry, use in outcome.entries if entry.ranking]
+    if not fresh:
+        return f"nothing was tuned: {out} was not written"
+    digests = {entry["digest"] for entry in fresh}
+    existing = read_lock(out, hardware_of(place)) if out.exists() else []  # as others left it meanwhile
+    kept = [entry for entry in existing if entry.get("digest") not in digests]
+    write_lock(out, lock_dict([*kept, *fresh], hardware_of(place), provenance_of(by, place, seconds)))
+    return f"wrote {out}: {len(fresh)} ops measured, {len(kept)} kept from before"
 
 
 def tune_uses(uses: Sequence[Use], session: Session, force: bool, console: Console) -> Outcome:
@@ -89,7 +103,7 @@ def tune_uses(uses: Sequence[Use], session: Session, force: bool, console: Conso
         uses: one per bucket. session: effort and what ops share. force: measure what the store has too.
     """
     outcome, registry = Outcome(), current()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TextColumn("left"), TimeRemainingColumn(), console=console, transient=True) as progress:
         task = progress.add_task("tuning", total=len(uses))
         try:
@@ -150,10 +164,10 @@ def _tune_one(use: Use, session: Session, outcome: Outcome) -> None:
 def _uses(files: Sequence[Path], device: str) -> list[Use]:
     """One use per bucket: the op that runs most often stands for its bucket, with the counts and layers of all."""
     buckets: dict[AttentionOp, list[Use]] = {}
-    for file in files:
+    for file in (file for place in files for file in workload_files(place)):
         for use in Workload.load(file).ops():
-            op = _moved(use.op, device) if device else use.op
-            buckets.setdefault(op.bucketed(), []).append(Use(op, use.count, use.layers))
+            moved = use.moved(device)
+            buckets.setdefault(moved.op.bucketed(), []).append(moved)
     if not buckets:
         raise InputError(f"{', '.join(map(str, files))}: no op to tune", remedy="dispatch.capture() writes workloads")
     found = []
@@ -161,14 +175,6 @@ def _uses(files: Sequence[Path], device: str) -> list[Use]:
         layers = dict.fromkeys(layer for use in uses for layer in use.layers)
         found.append(Use(max(uses, key=lambda use: use.count).op, sum(use.count for use in uses), tuple(layers)))
     return found
-
-
-def _moved(op: AttentionOp, device: str) -> AttentionOp:
-    """The op on another device type."""
-    from dataclasses import replace
-
-    named = {name: replace(getattr(op, name), device=device) for name in ("query", "key", "value")}
-    return op.with_(**named, operands=tuple((n, replace(d, device=device)) for n, d in op.operands))
 
 
 def hardware_of(place: Environment) -> dict[str, Any]:
@@ -201,7 +207,7 @@ def _gain(entry: Entry) -> float | None:
 
 
 def _table(outcome: Outcome) -> Table:
-    table = Table(title=f"tuned on {_place(outcome)}" if outcome.entries else "nothing was tuned")
+    table = Table(title=escape(f"tuned on {_place(outcome)}") if outcome.entries else "nothing was tuned")
     for column in ("op", "runs", "choice", "median", "spread", "over untuned", "why"):
         table.add_column(column, justify="left" if column in ("op", "choice", "why") else "right", overflow="fold")
     for entry, use in outcome.entries:
@@ -211,7 +217,8 @@ def _table(outcome: Outcome) -> Table:
         if best is not None and best.median_us is not None and best.spread_us is not None:
             times = [f"{best.median_us:,.0f} us", f"{best.spread_us:,.0f} us"]
         ratio = "-" if gain is None else f"{gain:.2f}x"
-        table.add_row(_short(entry.measured), str(use.count), entry.winner or "none", *times, ratio, entry.why)
+        cells = (_short(entry.measured), str(use.count), entry.winner or "none", *times, ratio, entry.why)
+        table.add_row(*map(escape, cells))
     return table
 
 

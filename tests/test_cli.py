@@ -20,7 +20,7 @@ import torch
 import yaml
 from typer.testing import CliRunner, Result
 
-from attn_dispatch import dispatch, registry
+from attn_dispatch import __version__, dispatch, registry
 from attn_dispatch.cli import app, main
 from attn_dispatch.cli import backends as matrix
 from attn_dispatch.cli import docs as docs_page
@@ -74,7 +74,7 @@ def assert_golden(name: str, text: str) -> None:
     assert text == path.read_text(encoding="utf-8"), f"to accept the new text delete {path} and run again"
 
 
-COMMANDS = ("doctor", "backends", "explain", "demo", "bench", "tune", "conformance", "cache", "pins")
+COMMANDS = ("doctor", "backends", "explain", "demo", "export", "bench", "tune", "conformance", "cache", "pins")
 
 
 def test_help_lists_every_command() -> None:
@@ -91,6 +91,28 @@ def test_help_of_a_command(command: str) -> None:
 def test_help_imports_no_torch() -> None:
     code = "import sys; import attn_dispatch.cli; sys.exit(any(m in sys.modules for m in ('torch', 'transformers')))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_version_is_that_of_the_package_and_imports_no_torch() -> None:
+    code = "import sys; from attn_dispatch.cli import main; sys.argv = ['attn-dispatch', '--version']\n"
+    code += "try:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"attn-dispatch {__version__}\n"
+
+
+def test_an_error_of_the_file_system_is_one_message_and_exit_code_two(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device", "/somewhere/o.json")
+
+    monkeypatch.setattr(doctor_module, "run", full)
+    monkeypatch.setattr(sys, "argv", ["attn-dispatch", "doctor"])
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    said = capsys.readouterr()
+    assert stopped.value.code == 2
+    assert said.err == "OSError: [Errno 28] No space left on device: '/somewhere/o.json'\n"
 
 
 # --- backends --------------------------------------------------------------------------------------------------------
@@ -176,6 +198,41 @@ def test_explain_reads_an_op_from_a_file(tmp_path: Path, suffix: str) -> None:
     file.write_text(yaml.safe_dump(op.to_dict()) if suffix == "yaml" else json.dumps(op.to_dict()))
     report = json.loads(text_of("explain", str(file), "--json"))
     assert report["digest"] == op.digest()
+
+
+@pytest.mark.parametrize("suffix", ["yaml", "onnx"])
+def test_explain_of_a_file_takes_no_flags_of_an_op(tmp_path: Path, suffix: str) -> None:
+    file = tmp_path / f"op.{suffix}"
+    result = call("explain", str(file), "--q", "1,8,1024,64", "--causal")  # given, though as the default
+    assert isinstance(result.exception, InputError)
+    assert f"--q, --causal would describe an op, and {file} does already" in str(result.exception)
+
+
+def test_explain_of_a_model_takes_no_backend(tmp_path: Path) -> None:
+    result = call("explain", str(tmp_path / "model.onnx"), "--backend", "eager")
+    assert isinstance(result.exception, InputError)
+    assert "--backend asks what would run an op" in str(result.exception)
+
+
+def test_explain_of_a_workload_prints_a_report_for_each_op(tmp_path: Path) -> None:
+    x = torch.empty(1, 4, 64, 32)
+    file = tmp_path / "mine.yaml"
+    with dispatch.capture() as workload:
+        for _ in range(2):
+            dispatch.attention(x, x, x, is_causal=True)
+        dispatch.attention(x[:, :, :1], x, x)
+    workload.save(file)
+    reports = json.loads(text_of("explain", str(file), "--json"))
+    assert [(r["count"], r["digest"]) for r in reports] == [(use.count, use.op.digest()) for use in workload.ops()]
+    text = text_of("explain", str(file))
+    assert "1 of 2: 2 calls in layers without names\n" in text
+    assert "2 of 2: 1 calls in " in text
+    assert text.count("chosen ") == 2
+    asked = json.loads(text_of("explain", str(file), "--backend", "eager", "--json"))
+    assert {report["chosen"] for report in asked} == {"eager"}
+    assert call("explain", str(file), "--backend", "flex > eager").exit_code != 0
+    file.write_text("schema: 1\nops: [{layer: a}]\n")
+    assert "ops[0]: phase is missing" in str(call("explain", str(file)).exception)
 
 
 def test_explain_of_what_no_backend_can_run_says_why_and_fails() -> None:
@@ -323,6 +380,6 @@ def test_the_demo_summarises_layers_and_lengths() -> None:
 def test_bench_hands_its_flags_to_the_suite(monkeypatch: pytest.MonkeyPatch) -> None:
     suite = pytest.importorskip("attn_dispatch.bench.suite")
     seen: list[Any] = []
-    monkeypatch.setattr(suite, "run_bench", lambda *given: seen.append(given))
+    monkeypatch.setattr(suite, "run_bench", lambda *given: seen.append(given) or 0)
     assert call("bench", "core", "--json", "out.json", "--only", "warm", "--rounds", "3").exit_code == 0
     assert seen == [(Path("out.json"), "warm", 3, "core")]

@@ -1,6 +1,4 @@
-"""The command line, ``attn-dispatch``: one module per command, each imported when its command runs.
-
-===============  ============================================================================="""
+"""The command line, ``attn-dispatch``: one module per command, each imported when its command runs."""
 
 from __future__ import annotations
 
@@ -26,14 +24,45 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")
 
 
 def main() -> None:
-    """The entry point; an error that attn_dispatch raises on purpose is one message and exit code 2."""
+    """The entry point; an error raised on purpose, or one of the file system, is one message and exit code 2."""
     from attn_dispatch.errors import AttnDispatchError
 
     try:
         app()
-    except AttnDispatchError as error:
+    except (AttnDispatchError, OSError) as error:
         typer.echo(f"{type(error).__name__}: {error}", err=True)
         raise SystemExit(2) from None
+
+
+def _version(wanted: bool) -> None:
+    from attn_dispatch import __version__
+
+    if wanted:
+        typer.echo(f"attn-dispatch {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _before(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+def _typed(context: typer.Context, *others: str) -> list[str]:
+    """The flags that stand on the command line, but for those of some parameters and for arguments."""
+    return [
+        param.opts[0]
+        for param in context.command.params
+        if param.name not in others and param.opts[0].startswith("-") and _is_typed(context, param.name or "")
+    ]
+
+
+def _is_typed(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name not in ("DEFAULT", "DEFAULT_MAP")
 
 
 @app.command("doctor")
@@ -57,7 +86,8 @@ def backends_command(
 
 @app.command("explain")
 def explain_command(
-    file: Annotated[Path | None, typer.Argument(help="An op as YAML or JSON, or an exported .onnx.")] = None,
+    context: typer.Context,
+    file: Annotated[Path | None, typer.Argument(help="An op (YAML, JSON), a workload file, or an .onnx.")] = None,
     q: Annotated[str, typer.Option("--q", help="Query shape B,Hq,Sq,D.")] = "1,8,1024,64",
     kv: Annotated[str, typer.Option("--kv", help="Hkv,Skv of key and value; as the query when left out.")] = "",
     dv: Annotated[int, typer.Option("--dv", help="Head size of value; as D when 0.")] = 0,
@@ -78,7 +108,11 @@ def explain_command(
 ) -> None:
     """What would run an attention, and why; runs nothing."""
     from attn_dispatch.cli.explain import Flags, run
+    from attn_dispatch.errors import InputError
 
+    if file is not None and (typed := _typed(context, "backend", "as_json")):
+        problem = f"{', '.join(typed)} would describe an op, and {file} does already"
+        raise InputError(problem, remedy="leave out the file or the flags; --backend and --json go with a file")
     flags = Flags(q, kv, dv, dtype, device, mask, causal, window, q_offset, scale, softcap, dropout, lse, weights, grad)
     run(file, flags, tuple(backend or ()), as_json)
 

@@ -1,4 +1,4 @@
-"""``attn-dispatch explain``: an op from flags or from a file, and what would run it."""
+"""``attn-dispatch explain``: an op from flags, or ops from a file, and what would run them."""
 
 from __future__ import annotations
 
@@ -40,23 +40,68 @@ class Flags:
 
 
 def run(file: Path | None, flags: Flags, backends: tuple[str, ...], as_json: bool) -> None:
-    """Print the report.
+    """Print the report, or one for each op of a workload file.
 
     Raises:
-        InputError: a flag or a file that describes no op. typer.Exit: code 2 when nothing can run the op as asked.
+        InputError: a flag or a file that describes no op. typer.Exit: code 2 when nothing can run an op as asked.
     """
+    from attn_dispatch.errors import InputError
     from attn_dispatch.registry import current
     from attn_dispatch.report import explain_op
     from attn_dispatch.selection.decide import Request
 
     if file is not None and file.suffix == ".onnx":
+        if backends:
+            problem = f"--backend asks what would run an op, and {file} holds what an export wrote"
+            raise InputError(problem, remedy="leave --backend out")
         return _explain_model(file, as_json)
+    if file is not None and _is_workload(file):
+        return _explain_workload(file, backends, as_json)
     op = read_op(file) if file is not None else op_from_flags(flags)
     requests = (Request(backends, "--backend"),) if backends else ()
     report = explain_op(op, requests, current())
     typer.echo(json.dumps(report.to_dict(), indent=2) if as_json else str(report))
     if report.error:
         raise typer.Exit(2)
+
+
+def _explain_workload(file: Path, backends: tuple[str, ...], as_json: bool) -> None:
+    """Print a report for each distinct op of a captured workload, in order of their first run.
+
+    Raises:
+        InputError: the file is no workload. typer.Exit: code 2 when nothing can run one of them as asked.
+    """
+    from attn_dispatch.capture import Workload
+    from attn_dispatch.registry import current
+    from attn_dispatch.report import explain_op
+    from attn_dispatch.selection.decide import Request
+
+    requests = (Request(backends, "--backend"),) if backends else ()
+    uses = Workload.load(file).ops()
+    reports = [explain_op(use.op, requests, current()) for use in uses]
+    if as_json:
+        rows = [
+            {"count": use.count, "layers": list(use.layers), **report.to_dict()}
+            for use, report in zip(uses, reports, strict=True)
+        ]
+        typer.echo(json.dumps(rows, indent=2))
+    else:
+        for number, (use, report) in enumerate(zip(uses, reports, strict=True), 1):
+            layers = ", ".join(filter(None, use.layers)) or "layers without names"
+            typer.echo(f"{number} of {len(uses)}: {use.count} calls in {layers}\n{report}\n")
+    if any(report.error for report in reports):
+        raise typer.Exit(2)
+
+
+def _is_workload(file: Path) -> bool:
+    """Whether a file is one that `capture` writes; `read_op` says what is wrong with one that cannot be read."""
+    import yaml
+
+    try:
+        data = yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return False
+    return isinstance(data, dict) and "ops" in data
 
 
 def _explain_model(file: Path, as_json: bool) -> None:

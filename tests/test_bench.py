@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import statistics
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,16 +17,19 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from attn_dispatch import dispatch, masks, variants
-from attn_dispatch.bench import main, measure, models, peers, report
+from attn_dispatch.bench import by_hand as hand
+from attn_dispatch.bench import main, measure, models, peers, report, suite, variants_nn
 from attn_dispatch.bench.by_hand import by_hand, float_mask
 from attn_dispatch.bench.calls import call_of, op_of
+from attn_dispatch.bench.cases import Case, Contenders
 from attn_dispatch.bench.contenders import Contender, NotApplicable, candidates, graded, ours
 from attn_dispatch.bench.measure import Effort, Line, Row, label
 from attn_dispatch.bench.picture import draw
 from attn_dispatch.bench.truth import Truth
-from attn_dispatch.capture import Workload
+from attn_dispatch.capture import Use, Workload
 from attn_dispatch.cli import app
 from attn_dispatch.errors import InputError
+from attn_dispatch.ir.atoms import Columns
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.registry import current
 from attn_dispatch.selection.samples import make_sample
@@ -110,6 +114,8 @@ def test_a_suite_is_main_a_file_or_a_folder(tmp_path):
         main.jobs_of("mian")
     with pytest.raises(InputError, match="holds no workload files"):
         main.jobs_of(str(tmp_path))
+    with pytest.raises(InputError, match=r"no row of suite main has 'vitt' in its name(?s:.*)vit-b-16 4 x prefill 197"):
+        main.jobs_of("main", "vitt")
     with pytest.raises(InputError, match="--peers 'flux' is no peer"):
         main.peers_named("flux")
     assert main.peers_named("all") == tuple(peers.PEERS)
@@ -407,7 +413,7 @@ def test_an_op_that_cannot_be_measured_is_named_and_the_rest_goes_on(tiny, monke
         return real(name, *rest)
 
     monkeypatch.setattr(main, "measure", sometimes)
-    assert main.run_suite(str(tiny), None, QUICK, "none") == 0
+    assert main.run_suite(str(tiny), None, QUICK, "none") == 1
     printed = capsys.readouterr().out
     assert "tiny decode 16: not measured: RuntimeError: out of memory" in printed
     assert "tiny prefill 16" in printed
@@ -516,6 +522,7 @@ def test_the_markdown_of_a_report():
         "| b | 1 ms | sdpa_flash | 0.50x | 0.50x | n/a | n/a | 100 % | 100 % |",
         "",
         "- geometric mean of 2 ops: 1.00x over SDPA as given, 0.71x over its best form by hand",
+        "- geometric mean of the 2 ops that SDPA computes: 1.00x over it as given, 0.71x over its best form by hand",
         "- regret to our candidates and torch by hand: mean 58 %, worst 100 % (b)",
         "- regret to all, other libraries too: mean 100 %, worst 100 % (b)",
     ]
@@ -573,3 +580,198 @@ def test_a_backend_that_compiles_for_seconds_is_no_candidate_of_the_bench():
     names = {name.split(" > ")[-1] for name, _ in candidates(wanted, current(), most=1000)}
     assert names
     assert not names & slow
+
+
+def test_the_means_over_what_sdpa_computes_leave_out_caps_and_sinks():
+    made = made_report()
+    capped = Row("c", SMALL["capped"], "", "", made_row("c", ours=10.0, sdpa=80.0).lines)
+    sinks = Row("d", SMALL["sinks"], "", "", made_row("d", ours=10.0, sdpa=20.0).lines)
+    made.rows += [capped, sinks]
+    found = made.summary()
+    assert (found.rows, found.sdpa_rows) == (4, 2)
+    assert found.over_given == pytest.approx(2.0)
+    assert (found.over_given_sdpa, found.over_best_sdpa) == (pytest.approx(1.0), pytest.approx(0.5**0.5))
+    assert "geometric mean of 4 ops: 2.00x over SDPA as given" in made.closing()[0]
+    assert "geometric mean of the 2 ops that SDPA computes: 1.00x over it as given" in made.closing()[1]
+    assert made.closing()[1].endswith("(2 with soft caps or sinks are plain torch as given)")
+    keys = json.loads(made.to_json())["summary"]
+    assert {"rows", "over_given", "over_best", "worst_row", "over_given_sdpa", "over_best_sdpa", "sdpa_rows"} <= set(
+        keys
+    )
+
+
+# --- other devices ---------------------------------------------------------------------------------------------------
+
+
+def test_windows_by_hand_have_their_masks_on_the_ops_device(monkeypatch):
+    """They lay on the CPU, so that the form was broken on CUDA."""
+    want = Use(SMALL["window"], 1, ()).moved("meta").op
+    (made,) = (c for c in by_hand(want, make_sample(want)) if c.name == "hand: window blocks")
+    seen: list[str] = []
+    monkeypatch.setattr(hand, "_sdpa", lambda q, *_, attn_mask, **__: seen.append(attn_mask.device.type) or q)
+    made.make()()
+    assert set(seen) == {"meta"}
+
+
+def test_left_padding_by_hand_is_compared_on_the_device_of_its_mask():
+    """Another default device stands for a mask on CUDA: what is made without a device lies on the wrong one."""
+    kept = torch.arange(96).flip(0) < torch.tensor([96, 30])[:, None]
+    want = op(x4, x4, x4, attn_mask=kept[:, None, None])
+    assert isinstance(want.mask, Columns)
+    sample = make_sample(want)
+    with torch.device("meta"):
+        made = {contender.name: contender.make() for contender in by_hand(want, sample)}
+    assert Truth(want, sample).problem(made["hand: per sequence"]()) == ""
+
+
+def test_a_run_on_another_device_moves_the_ops_and_names_that_device(tiny, monkeypatch, tmp_path):
+    seen: list[Any] = []
+    monkeypatch.setattr(main, "waiter", lambda kind: seen.append(kind))
+    monkeypatch.setattr(main, "environment", lambda kind: seen.append(kind) or report.environment())
+
+    def measured(name: str, moved: AttentionOp, *_: Any) -> Row:
+        seen.append(moved.device)
+        return made_row(name, ours=1.0, sdpa=1.0)
+
+    monkeypatch.setattr(main, "measure", measured)
+    done = CliRunner().invoke(app, ["bench", str(tiny), "--device", "npu", "--peers", "none"])
+    assert done.exit_code == 0, done.output
+    assert seen == ["npu"] * 4
+
+
+def test_a_device_that_cannot_be_timed_is_refused_before_the_first_row(tiny, monkeypatch):
+    monkeypatch.setattr(main, "measure", lambda *_: pytest.fail("measured"))
+    with pytest.raises(InputError, match="meta cannot be timed"):
+        main.run_suite(str(tiny), None, QUICK, "none", device="meta")
+    mixed = [main.Job(str(n), use) for n, use in enumerate(JOBS[0].use.moved(kind) for kind in ("cpu", "meta"))]
+    monkeypatch.setattr(main, "jobs_of", lambda *_: mixed)
+    with pytest.raises(InputError, match="one run is of one device type, and the ops are for cpu, meta"):
+        main.run_suite("main", None, QUICK, "none")
+
+
+def test_one_call_is_timed_from_an_idle_device_to_an_idle_device(monkeypatch):
+    order: list[str] = []
+    monkeypatch.setattr(measure, "waiter", lambda kind: lambda: order.append(f"{kind} is idle"))
+    measure._once(lambda: order.append("call"), "npu")
+    assert order == ["npu is idle", "call", "npu is idle"] * 3
+
+
+# --- what is known before the first row, and exit codes --------------------------------------------------------------
+
+
+@pytest.mark.parametrize("flag", ["json", "markdown", "picture"])
+def test_a_file_that_cannot_be_written_is_named_before_the_first_row(tiny, tmp_path, monkeypatch, flag):
+    monkeypatch.setattr(main, "measure", lambda *_: pytest.fail("measured"))
+    for path, words in ((tmp_path / "nowhere" / "o.png", "there is no folder"), (tmp_path, "is a folder")):
+        with pytest.raises(InputError, match=f"--{flag}.*{words}"):
+            main.run_suite(str(tiny), None, QUICK, "none", main.Wanted(**{flag: path}))
+    with pytest.raises(InputError, match="--json: there is no folder"):
+        suite.run_bench(tmp_path / "nowhere" / "o.json", "warm", 1)
+
+
+def test_a_picture_without_matplotlib_is_refused_before_the_first_row(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(main, "measure", lambda *_: pytest.fail("measured"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(InputError, match=r"(?s)needs matplotlib.*attn-dispatch\[viz\]"):
+        main.run_suite(str(tiny), None, QUICK, "none", main.Wanted(picture=tmp_path / "o.png"))
+
+
+def test_a_run_in_which_ours_was_wrong_fails(tiny, monkeypatch):
+    wrong = Row(
+        "a", SMALL["full"], "x", "tuned", (Line("ours", "ours", note="wrong: output"), Line("sdpa", "torch", 1.0))
+    )
+    monkeypatch.setattr(main, "measure", lambda *_: wrong)
+    assert main.run_suite(str(tiny), None, QUICK, "none") == 1
+
+
+# --- suites written by hand ------------------------------------------------------------------------------------------
+
+ONE, TWO = torch.ones(1, 2, 3, 4), torch.full((1, 2, 3, 4), 2.0)
+
+
+def by(value: Any) -> Any:
+    return lambda: value
+
+
+def cases(**contenders: Contenders) -> tuple[Case, ...]:
+    return tuple(Case(name, by(made)) for name, made in contenders.items())
+
+
+def run_cases(monkeypatch: pytest.MonkeyPatch, *made: Case, code: int = 0) -> str:
+    monkeypatch.setattr(suite, "cases_of", lambda _: made)
+    monkeypatch.setattr(suite, "import_cost_ms", lambda: 0.0)
+    done = CliRunner().invoke(app, ["bench", "core", "--rounds", "1"])
+    assert done.exit_code == code, (done.output, done.exception)
+    return done.output
+
+
+def test_a_suite_names_who_is_wrong_and_fails_when_it_is_ours(monkeypatch):
+    ours_wrong = cases(a=Contenders(by(TWO), by(ONE)), b=Contenders(by(ONE), by(ONE), by(ONE)))
+    said = run_cases(monkeypatch, *ours_wrong, code=1)
+    assert "a: wrong: ours is 2 at [0, 0, 0, 0], not 1" in said
+    assert "b: wrong" not in said
+    said = run_cases(
+        monkeypatch, *cases(a=Contenders(by(ONE), by(ONE), by(TWO)), b=Contenders(by(ONE), by(TWO), by(ONE)))
+    )
+    assert "a: wrong: best is 2 at [0, 0, 0, 0], not 1" in said
+    assert "b: wrong: as given is 2 at [0, 0, 0, 0], not 1" in said
+
+
+def test_a_suite_compares_what_is_alike_and_says_what_is_not(monkeypatch):
+    parts = [ONE[:, :, :1], ONE[:, :, 1:]]
+    said = run_cases(
+        monkeypatch,
+        *cases(tuple_=Contenders(by((ONE, None)), by(ONE)), nothing=Contenders(by(None), by(None))),
+        *cases(other=Contenders(by(ONE[0]), by(ONE)), parts=Contenders(by(ONE), by(ONE), by(parts))),
+        Case("apart", by(Contenders(by(TWO), by(ONE))), differs="for a reason"),
+    )
+    assert "wrong" not in said
+    assert "apart: not compared: for a reason" in said
+    assert "ours not compared, results of another kind: nothing, other" in said
+    parts[1] = parts[1] * 3
+    said = run_cases(monkeypatch, *cases(parts=Contenders(by(ONE), by(ONE), by(parts))))
+    assert "parts: wrong: best is 3 at [0, 0, 1, 0], not 1" in said
+
+
+@pytest.mark.parametrize(("dtype", "off"), [(torch.float32, 1e-3), (torch.bfloat16, 0.1)])
+def test_results_are_compared_by_their_dtype(dtype, off):
+    near, far = (ONE.to(dtype) * (1 + part) for part in (off / 20, off))
+    assert suite.disagreement({"ours": near, "as given": ONE.to(dtype)}) == ""
+    assert suite.disagreement({"ours": far, "as given": ONE.to(dtype)}).startswith("ours is 1.")
+
+
+def test_a_case_whose_library_is_missing_is_skipped_and_one_that_breaks_fails(monkeypatch):
+    def missing() -> Contenders:
+        raise ModuleNotFoundError("No module named 'transformers'")
+
+    def broken() -> Any:
+        raise RuntimeError("two\nlines")
+
+    (fine,) = cases(fine=Contenders(by(ONE), by(ONE)))
+    assert "a: skipped: No module named 'transformers'" in run_cases(monkeypatch, Case("a", missing), fine)
+    said = run_cases(monkeypatch, Case("b", by(Contenders(broken, by(ONE)))), fine, code=1)
+    assert "b: not measured: RuntimeError: two lines" in said
+    assert "fine" in said
+
+
+@pytest.mark.parametrize("name", ["core", "variants"])
+@pytest.mark.parametrize("flag", ["--peers", "--seconds", "--markdown", "--picture", "--device"])
+def test_a_suite_written_by_hand_refuses_what_is_for_workloads(name, flag, monkeypatch):
+    monkeypatch.setattr(suite, "run_bench", lambda *_: pytest.fail("ran"))
+    done = CliRunner().invoke(app, ["bench", name, flag, "30"])
+    assert isinstance(done.exception, InputError), done.output
+    assert f"takes no {flag}: {flag} " in str(done.exception)
+    assert "of a workload" in str(done.exception) or "a workload's" in str(done.exception)
+
+
+def test_a_suite_without_the_case_asked_for_lists_its_cases():
+    with pytest.raises(
+        InputError, match=r"(?s)no case of suite core has 'wram' in its name.*warm call, growing decode"
+    ):
+        suite.run_bench(None, "wram", 1)
+
+
+def test_the_bias_of_alibi_is_ready_before_the_clock_runs(monkeypatch):
+    made = variants_nn._alibi_decode()
+    monkeypatch.setattr(variants_nn, "_alibi", lambda *_: pytest.fail("made inside the timed call"))
+    torch.testing.assert_close(made.as_given(), made.ours(), rtol=1e-4, atol=1e-4)

@@ -35,7 +35,7 @@ from attn_dispatch.ir.scores import Alibi, Bias, SoftCap
 from attn_dispatch.ir.weights import Softmax
 from attn_dispatch.selection.samples import Sample
 
-__all__ = ["allowed_pairs", "by_hand", "float_mask", "is_causal_square", "parts_of"]
+__all__ = ["allowed_pairs", "by_hand", "float_mask", "is_causal_square", "is_sdpa", "parts_of"]
 
 _sdpa = F.scaled_dot_product_attention
 
@@ -88,6 +88,13 @@ def is_causal_square(op: AttentionOp) -> bool:
     return op.mask == Causal() and op.q_offset == 0 and op.Sq == op.Skv
 
 
+def is_sdpa(op: AttentionOp) -> bool:
+    """Whether torch's SDPA computes the op; it has no soft caps, sinks or linear attention."""
+    has_sinks = isinstance(op.weight, Softmax) and op.weight.sinks is not None
+    capped = any(isinstance(term, SoftCap) for term in op.score)
+    return isinstance(op.weight, Softmax) and not has_sinks and not capped
+
+
 def allowed_pairs(op: AttentionOp, sample: Sample) -> torch.Tensor | None:
     """The mask as a user has it: bool ``[B|1, H|1, Sq, Skv]``, ``[B|1, 1, 1, Skv]`` for padding, None for none."""
     if isinstance(op.mask, Full):
@@ -124,7 +131,7 @@ def _as_given(given: _Given) -> Forward:
         raise NotApplicable("SDPA has no linear attention")
     if op.outputs.lse or op.outputs.weights or op.dropout_p:
         raise NotApplicable("SDPA returns no lse or weights; dropout cannot be compared")
-    if given.softcap is not None or given.sinks is not None:
+    if not is_sdpa(op):
         return _eager(given)
     return _plain_sdpa(given, *given.qkv(), gqa=op.groups != 1)
 
@@ -245,7 +252,7 @@ def _true_spans(op: AttentionOp, sample: Sample, padding: list[Mask]) -> tuple[l
         if isinstance(part, Columns):
             _need(values.ndim == 2)
             firsts, lengths = values.int().argmax(-1), values.sum(-1)
-            at = torch.arange(op.Skv)
+            at = torch.arange(op.Skv, device=values.device)
             _need(torch.equal(values, (at >= firsts[:, None]) & (at < (firsts + lengths)[:, None])))
         else:
             lengths = values
@@ -297,7 +304,7 @@ def _window_blocks(given: _Given) -> Forward:
         stop, first = min(start + rows, op.Sq), max(0, start - left)
         shape = (start - first, stop - first, stop - start)
         if shape not in masks:
-            masks[shape] = op.mask.dense(stop - start, stop - first, start - first)
+            masks[shape] = op.mask.dense(stop - start, stop - first, start - first, device=op.device)
         blocks.append((start, stop, first, masks[shape]))
 
     def forward() -> torch.Tensor:

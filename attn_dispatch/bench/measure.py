@@ -21,7 +21,7 @@ from attn_dispatch.ir.tensors import short_dtype
 from attn_dispatch.ir.weights import Linear, Softmax
 from attn_dispatch.registry import Registry, current
 from attn_dispatch.selection.samples import Sample, make_sample
-from attn_dispatch.selection.timing import Timing, interleaved
+from attn_dispatch.selection.timing import Timing, interleaved, waiter
 
 __all__ = ["MIN_ROUNDS", "Effort", "Line", "Row", "label", "measure"]
 
@@ -224,7 +224,7 @@ def _try(contender: Contender, op: AttentionOp, sample: Sample, truth: Truth) ->
         del out, grads
         if problem:
             return noted(f"wrong: {problem}")
-        once_s = _once(step)
+        once_s = _once(step, op.device)
     except NotApplicable as reason:
         return noted(f"n/a: {reason}")
     except Exception as error:  # noqa: BLE001 - any contender may break in any way; the error is its result
@@ -233,12 +233,15 @@ def _try(contender: Contender, op: AttentionOp, sample: Sample, truth: Truth) ->
     return _Tried(Line(contender.name, contender.kind, make_s=round(made_s, 3)), step, once_s)
 
 
-def _once(step: Callable[[], Any]) -> float:
+def _once(step: Callable[[], Any], device: str = "cpu") -> float:
     """Seconds of one call, the least of three unless they are long: a busy machine must not make one look hopeless."""
     found: list[float] = []
+    wait = waiter(device)
     while not found or (len(found) < 3 and sum(found) < 1.0):
+        wait()
         start = time.perf_counter()
         step()
+        wait()
         found.append(time.perf_counter() - start)
     return min(found)
 

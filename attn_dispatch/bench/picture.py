@@ -9,7 +9,7 @@ from attn_dispatch.bench.measure import Row
 from attn_dispatch.bench.report import Report
 from attn_dispatch.errors import InputError
 
-__all__ = ["draw"]
+__all__ = ["draw", "need_matplotlib"]
 
 
 def _ours(row: Row) -> float | None:
@@ -33,18 +33,27 @@ _BARS: tuple[tuple[str, Callable[[Row], float | None], float, float, str], ...] 
 )
 
 
+def need_matplotlib() -> None:
+    """Import it, with a backend that needs no screen.
+
+    Raises:
+        InputError: it cannot be imported.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        remedy = "pip install 'attn-dispatch[viz]'"
+        raise InputError(f"--picture needs matplotlib, which cannot be imported: {error}", remedy=remedy) from None
+    matplotlib.use("Agg")
+
+
 def draw(report: Report, path: Path) -> None:
     """Write the picture; the file's ending says of which kind.
 
     Raises:
         InputError: matplotlib is not installed.
     """
-    try:
-        import matplotlib
-    except ImportError:
-        remedy = "pip install 'attn-dispatch[viz]'"
-        raise InputError("--picture needs matplotlib, which is not installed", remedy=remedy) from None
-    matplotlib.use("Agg")
+    need_matplotlib()
     from matplotlib import pyplot
     from matplotlib.ticker import FuncFormatter, NullFormatter
 

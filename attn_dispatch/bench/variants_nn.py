@@ -32,8 +32,8 @@ def _alibi_prefill() -> Contenders:
 
 def _alibi_decode() -> Contenders:
     q, k, v = make_qkv(1, 16, 16, 1, 4096, 64)
-    slopes = biases.alibi_slopes(16)
-    return Contenders(lambda: attention(q, k, v, bias=slopes), lambda: sdpa(q, k, v, attn_mask=_alibi(1, 4096)))
+    slopes, bias = biases.alibi_slopes(16), _alibi(1, 4096)
+    return Contenders(lambda: attention(q, k, v, bias=slopes), lambda: sdpa(q, k, v, attn_mask=bias))
 
 
 _ENDS = [0, 128, 640, 700, 1500, 1756, 2048]
@@ -146,7 +146,7 @@ def _cached_steps() -> Contenders:
 
 CASES: tuple[Case, ...] = (
     Case("alibi causal S1024 H16", _alibi_prefill, ">= 0.95x as given (which holds the mask ready)"),
-    Case("alibi decode S4096 H16", _alibi_decode, ">= 1x as given"),
+    Case("alibi decode S4096 H16", _alibi_decode, ">= 0.95x as given (which holds the mask ready)"),
     Case("packed documents 6 in 2048", _packed, ">= 2x as given"),
     Case("paged decode 32/8 D128 B4", _paged, ">= 1.5x as given"),
     Case("MLA heads 192/128 S1024", _mla, ">= 2x as given"),

@@ -136,7 +136,12 @@ def _documents() -> Contenders:
 CASES: tuple[Case, ...] = (
     Case("longformer-base S4096, module", _longformer_module, ">= 2.3x transformers' module"),
     Case("longformer-base S4096", _longformer, ">= 5x dense-masked SDPA"),
-    Case("bigbird-base S4096, module", _bigbird_module, ">= 3x transformers' block-sparse"),
+    Case(
+        "bigbird-base S4096, module",
+        _bigbird_module,
+        ">= 3x transformers' block-sparse",
+        differs="in eval transformers' table of random blocks is all zeros",
+    ),
     Case("strided 64 S8192", _strided, ">= 8x dense-masked SDPA"),
     Case("fixed 128/8 S8192", lambda: _masked(masks.fixed(128, 8), 8, 8192)),
     Case("dilated 64x8 S8192", lambda: _masked(masks.dilated(64, 8), 8, 8192)),

@@ -152,31 +152,49 @@ def export_command(
 
 @app.command("bench")
 def bench_command(
+    context: typer.Context,
     suite: Annotated[str, typer.Argument(help="main, core, variants, a workload file or folder.")] = "main",
     only: Annotated[str | None, typer.Option("--only", help="Run rows whose name contains this.")] = None,
     rounds: Annotated[int, typer.Option("--rounds", min=1, help="Interleaved rounds per row.")] = 15,
-    seconds: Annotated[float, typer.Option("--seconds", help="About so long per row, in 5 rounds at least.")] = 30.0,
+    seconds: Annotated[float, typer.Option("--seconds", help="About so long for each of two timings of a row.")] = 30.0,
     peers: Annotated[str, typer.Option("--peers", help="all, none, or of flex,onnxruntime,openvino.")] = "all",
     json_path: Annotated[Path | None, typer.Option("--json", help="Write every number as JSON here.")] = None,
     markdown: Annotated[Path | None, typer.Option("--markdown", help="Write the table as Markdown here.")] = None,
     picture: Annotated[Path | None, typer.Option("--picture", help="Draw the ratios here (PNG, SVG).")] = None,
+    device: Annotated[str, typer.Option("--device", help="Run the ops on this device type instead.")] = "",
 ) -> None:
-    """Ours beside torch's SDPA, its best forms by hand and other libraries, verified and interleaved in one run."""
+    """Ours beside torch's SDPA, its best forms by hand and other libraries, verified and interleaved in one run.
+
+    Exit code 1: ours was wrong or failed, or a row could not be measured.
+    """
     if suite in ("core", "variants"):
         from attn_dispatch.bench.suite import run_bench
+        from attn_dispatch.errors import InputError
 
-        run_bench(json_path, only, rounds, suite)
-        return
+        if typed := _typed(context, "only", "rounds", "json_path"):
+            meant = "; ".join(f"{flag} {_OF_WORKLOADS[flag]}" for flag in typed)
+            problem = f"suite {suite} is of cases written by hand, and takes no {', '.join(typed)}: {meant}"
+            raise InputError(problem, remedy="--only, --rounds and --json; or main, a workload file or folder")
+        raise typer.Exit(run_bench(json_path, only, rounds, suite))
     from attn_dispatch.bench.main import Wanted, run_suite
     from attn_dispatch.bench.measure import Effort
 
     wanted = Wanted(json_path, markdown, picture)
-    raise typer.Exit(run_suite(suite, only, Effort(rounds, seconds), peers, wanted))
+    raise typer.Exit(run_suite(suite, only, Effort(rounds, seconds), peers, wanted, device))
+
+
+_OF_WORKLOADS = {
+    "--seconds": "limits the time of a workload's row",
+    "--peers": "names the other libraries that run a workload's ops",
+    "--markdown": "writes the table of a workload",
+    "--picture": "draws the ratios of a workload",
+    "--device": "moves the ops of a workload",
+}
 
 
 @app.command("tune")
 def tune_command(
-    workloads: Annotated[list[Path], typer.Argument(help="Workload files (dispatch.capture(), configs/workloads).")],
+    workloads: Annotated[list[Path], typer.Argument(help="Workload files (dispatch.capture()), or folders of them.")],
     out: Annotated[Path | None, typer.Option("-o", "--out", help="Lock file to write, or to bring up to date.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Measure what the store has too.")] = False,
     device: Annotated[str, typer.Option("--device", help="Tune the ops for this device type instead.")] = "",

@@ -647,8 +647,8 @@ BAD_HERE = "schema: 1\nknown_bad:\n  - {id: a, backend: eager, why: b, link: 'ht
             P + "  - {when: {device: [cpu, cdua]}, use: eager}",
             f"3:27: when.device: {STRANGE} 'cdua'; did you mean 'cuda'?",
         ),
-        (BAD_HERE + "hardware: {device: npv}}", f"3:72: hardware.device: {STRANGE} 'npv'"),
-        (BAD_HERE + "when: {device: npv}}", f"3:68: when.device: {STRANGE} 'npv'"),
+        (BAD_HERE + "hardware: {device: npv}}", f"3:75: hardware.device: {STRANGE} 'npv'"),
+        (BAD_HERE + "when: {device: npv}}", f"3:71: when.device: {STRANGE} 'npv'"),
     ],
 )
 def test_a_device_type_that_torch_does_not_know_here_is_taken_with_a_warning(

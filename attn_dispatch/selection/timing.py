@@ -100,8 +100,9 @@ def interleaved(
     least = _FLUSH_S if device == "cuda" else 1e-7
     repeats = {}
     for name, timer in timers.items():
-        timer(1)  # the first call decides and compiles
-        repeats[name] = max(1, min(20_000, int(min_round_s / max(timer(1), least))))
+        first = timer(1)  # decides and compiles
+        once = timer(1 if first > min_round_s else 3)  # of short calls the second is still slow
+        repeats[name] = max(1, min(20_000, int(min_round_s / max(once, least))))
     samples: dict[str, list[float]] = {name: [] for name in timers}
     start = time.perf_counter()
     for turn in range(rounds):

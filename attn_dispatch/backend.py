@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from types import MappingProxyType
+from typing import Any, NamedTuple, final
 
 import torch
 
@@ -12,9 +13,13 @@ from attn_dispatch.capability import Capability, Reason, compare
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.state import LinearState
 
-__all__ = ["Backend", "Cost", "Executable", "Operands", "Raw", "Run"]
+__all__ = ["OPTION_TYPES", "Backend", "Cost", "Executable", "Operands", "Raw", "Run", "options_text"]
 
 Operands = Mapping[str, torch.Tensor]
+
+# What an option of a backend may be, in the words of a message.
+OPTION_TYPES: dict[type, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}
+_NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class Raw(NamedTuple):
@@ -78,6 +83,8 @@ class Backend:
             it, and the contract suite runs such a backend on chosen cases only.
         start_s: seconds that its library takes to start in a process, when that is worth saying. An estimate alone
             never chooses such a backend where another can run the op: only a name or a measurement does.
+        options: what ``backends:`` of a pin file may set, name -> default: a bool, int, float or str, and of that type
+            is what may be set. The values in force are in `configured`.
     """
 
     name: str = ""
@@ -86,6 +93,8 @@ class Backend:
     tested: str = "cpu"
     compile_s: float = 0.0
     start_s: float = 0.0
+    options: Mapping[str, Any] = _NOTHING
+    _options_given: Mapping[str, Any] = _NOTHING
 
     def version(self) -> str:
         """Version of the library behind it; part of what a tuned record depends on."""
@@ -102,6 +111,26 @@ class Backend:
     def remarks(self, op: AttentionOp) -> list[str]:
         """What `explain` adds about an op that it takes; unlike `reasons_against`, this may load its library."""
         return []
+
+    @final
+    @property
+    def configured(self) -> Mapping[str, Any]:
+        """The options in force: those that pin files give, and the defaults of the rest; read-only.
+
+        They are there before the first question about an op, and not yet in ``__init__``.
+        """
+        return MappingProxyType({**self.options, **self._options_given})
+
+    @final
+    def configure(self, given: Mapping[str, Any]) -> None:
+        """Set options in place of those set before; pin files do, when they are read, and tests of a backend may.
+
+        Raises:
+            ValueError: there is no such option.
+        """
+        if unknown := [name for name in given if name not in self.options]:
+            raise ValueError(f"{self.name} has no option {unknown[0]!r}. It has: {', '.join(self.options) or 'none'}")
+        object.__setattr__(self, "_options_given", dict(given))  # a frozen dataclass forbids the plain way
 
     def reasons_against(self, op: AttentionOp) -> list[Reason]:
         """Everything that speaks against this op, with values and limits."""
@@ -125,6 +154,12 @@ class Backend:
     def estimate(self, op: AttentionOp) -> Cost:
         """FLOPs and bytes for the heuristic; the default is dense attention without skipping."""
         return dense_cost(op)
+
+
+def options_text(backend: Backend) -> str:
+    """The options that are not at their defaults, ``"tile=32, fast=True"``; empty when all are."""
+    values = backend.configured.items()
+    return ", ".join(f"{name}={value!r}" for name, value in values if value != backend.options[name])
 
 
 def dense_cost(op: AttentionOp, visited: float = 1.0, materialised: int = 0) -> Cost:

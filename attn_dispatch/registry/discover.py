@@ -13,7 +13,7 @@ import os
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib.metadata import EntryPoint, distributions
@@ -21,7 +21,7 @@ from typing import Any
 
 import pluggy
 
-from attn_dispatch.backend import Backend
+from attn_dispatch.backend import OPTION_TYPES, Backend
 from attn_dispatch.capability import Capability
 from attn_dispatch.errors import PluginWarning, UnknownBackendError
 from attn_dispatch.registry import hookspecs
@@ -321,3 +321,19 @@ def _validate(thing: Any, kind: type) -> None:
             raise ValueError(f"backend {thing.name!r} declares no capabilities")
         if wrong := [fact for fact in thing.capabilities if not isinstance(fact, Capability)]:
             raise TypeError(f"backend {thing.name!r}: capabilities must be a tuple of Capability, got {wrong[0]!r}")
+        _validate_options(thing)
+
+
+def _validate_options(backend: Backend) -> None:
+    for name in ("configure", "configured"):
+        if getattr(type(backend), name) is not getattr(Backend, name):
+            raise TypeError(f"backend {backend.name!r}: {name} is how options reach it, and may not be overridden")
+    if not isinstance(backend.options, Mapping):
+        raise TypeError(f"backend {backend.name!r}: options must map names to defaults, got {backend.options!r}")
+    for name, default in backend.options.items():
+        if not (isinstance(name, str) and name.isidentifier()):
+            raise ValueError(f"backend {backend.name!r}: the name of an option must be an identifier, got {name!r}")
+        if type(default) not in OPTION_TYPES:  # a subclass, as of an enum, is no value that YAML has
+            known = ", ".join(kind.__name__ for kind in OPTION_TYPES)
+            text = f"the default of option {name!r} must be one of {known}, got {default!r}"
+            raise TypeError(f"backend {backend.name!r}: {text}")

@@ -116,6 +116,9 @@ def _where(error: BaseException) -> str:
 
 def enumerate_candidates(op: AttentionOp, registry: Registry) -> tuple[list[Candidate], dict[str, Reason]]:
     """Every chain before every backend, legal or not, and the rewrites that do not apply."""
+    from attn_dispatch.selection.pins import settle  # late: it stands above this
+
+    settle(registry)
     found, refused = chains(op, registry)
     return list(_cross(found, registry)), refused
 

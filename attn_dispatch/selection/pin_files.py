@@ -1,7 +1,8 @@
 """Pin files: read, checked with a place for every complaint, and merged into `Pins`.
 
 1. `parse` reads one file: its form (`pin_yaml`), its shape (`pin_models`), two entries that ask for the same ops.
-2. `select` keeps what holds on this machine, checks names against the registry, and warns of what it leaves out.
+2. `select` keeps what holds on this machine, checks names and options against the registry, and warns of what it
+   leaves out.
 3. `check` says everything that can be said about files: `parse`, names, contradictions between files, pins that never
    speak, pins that match nothing of a workload.
 
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,6 +23,7 @@ from attn_dispatch import device
 from attn_dispatch.errors import ConfigError, ConfigWarning
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.registry import Registry, current
+from attn_dispatch.selection.pin_options import Options, merge_options, read_options
 from attn_dispatch.selection.pin_yaml import Document, Problem, read_document
 from attn_dispatch.selection.pins import Pin, PinFile, Pins, When, unmatched
 
@@ -51,6 +53,7 @@ class Parsed:
     known_bad: tuple[KnownBad, ...] = ()
     allow_known_bad: tuple[str, ...] = ()
     strangers: tuple[Problem, ...] = ()
+    backends: Options = field(default_factory=dict)  # as written: `pin_options` says which of them count
 
     @property
     def device(self) -> str:
@@ -76,7 +79,7 @@ def load_pins(paths: Sequence[Path], registry: Registry | None = None, strict: b
     registry = registry or current()
     parsed = tuple(parse(path) for path in paths)
     if strict:
-        errors = [e for p in parsed for e in (*p.errors, *(n for _, n in _name_problems(p, registry) if n.is_error))]
+        errors = [e for p in parsed for e in (*p.errors, *_against(p, registry)) if e.is_error]
         if errors:
             raise ConfigError("\n".join(map(str, errors)))
     return select(parsed, registry)
@@ -125,7 +128,8 @@ def _validated(name: str, document: Document, path: str) -> Parsed:
         return Parsed(name, document, problems=tuple(problems))
     bad = tuple(_known_bad(entry, n, document) for n, entry in enumerate(model.known_bad))
     allow = tuple(model.allow_known_bad)
-    return Parsed(name, document, pins, tuned, model.hardware, tuple(problems), bad, allow, tuple(strangers))
+    strange = tuple(strangers)
+    return Parsed(name, document, pins, tuned, model.hardware, tuple(problems), bad, allow, strange, model.backends)
 
 
 def _strange_devices(model: FileModel, document: Document) -> list[Problem]:
@@ -300,6 +304,7 @@ def select(parsed: Iterable[Parsed], registry: Registry) -> Pins:
     tuned: list[dict[str, Any]] = []
     known_bad: list[KnownBad] = []
     allow: set[str] = set()
+    options: Options = {}
     for file in parsed:
         hardware = _hardware_text(file.hardware)
         if file.errors:
@@ -316,11 +321,15 @@ def select(parsed: Iterable[Parsed], registry: Registry) -> Pins:
             continue
         for required, problem in _name_problems(file, registry):
             _warn(f"{problem}. {'A call that the pin matches raises' if required else 'The name is ignored'}")
+        mine, wrong = _options(file, registry)
+        for problem in wrong:
+            _warn(f"{problem}. It is ignored")
+        options = merge_options(options, mine)
         pins += [_known(pin, registry) for pin in file.pins]
         tuned += file.tuned
         known_bad += file.known_bad
         allow |= set(file.allow_known_bad)
-    return Pins(tuple(pins), tuple(files), tuple(tuned), tuple(known_bad), frozenset(allow))
+    return Pins(tuple(pins), tuple(files), tuple(tuned), tuple(known_bad), frozenset(allow), options)
 
 
 def _warn(text: str) -> None:
@@ -388,6 +397,16 @@ def _name_problems(file: Parsed, registry: Registry) -> list[tuple[bool, Problem
     return found
 
 
+def _options(file: Parsed, registry: Registry) -> tuple[Options, list[Problem]]:
+    return read_options(file.backends, file.document, registry, is_error=not mismatch(file.hardware))
+
+
+def _against(file: Parsed, registry: Registry) -> list[Problem]:
+    """Everything that a registry does not know, in the order of the lines."""
+    found = [*(problem for _, problem in _name_problems(file, registry)), *_options(file, registry)[1]]
+    return sorted(found, key=lambda problem: (problem.line, problem.column))
+
+
 # --- everything that can be said -------------------------------------------------------------------------------------
 
 
@@ -404,7 +423,7 @@ def check(
     parsed = [parse(path) for path in paths]
     found: list[Problem] = []
     for n, file in enumerate(parsed):
-        found += [*file.problems, *(problem for _, problem in _name_problems(file, registry))]
+        found += [*file.problems, *_against(file, registry)]
         found += _contradictions(file, parsed[:n])
         missed = unmatched(Pins(file.pins), ops) if ops is not None else []
         for pin in missed:

@@ -176,6 +176,15 @@ class MeasuredModel(BaseModel):
     by: str | None = Field(default=None, description="What wrote the file.")
 
 
+def _nothing_is_empty(value: Any) -> Any:
+    return {} if value is None else value  # a key whose entries are all commented out
+
+
+# which options there are, and of which type, only the registry knows: `pin_options`
+_Option = Annotated[Any, WithJsonSchema({"type": ["boolean", "number", "string"]})]
+_Options = Annotated[dict[str, _Option], BeforeValidator(_nothing_is_empty)]
+
+
 class FileModel(_Strict):
     """A pin file of attn_dispatch: which backend runs which attention."""
 
@@ -188,6 +197,9 @@ class FileModel(_Strict):
     pins: Annotated[list[PinModel], BeforeValidator(nothing_is_none)] = Field(
         default=[],
         description="The first pin that matches an op and has use decides; avoid of each that matches counts.",
+    )
+    backends: Annotated[dict[str, _Options], BeforeValidator(_nothing_is_empty)] = Field(
+        default={}, description="Options of backends, by the backend's name."
     )
     tuned: Annotated[list[TunedModel], BeforeValidator(nothing_is_none)] = Field(
         default=[], description="Measured results."

@@ -10,6 +10,7 @@ What holds when several files and lines speak of one op:
    what an earlier pin uses a later one cannot bar: a weaker file never overrides a stronger one.
 5. A file whose ``hardware`` is not this machine says nothing here, and a pin of a file for a device says nothing of ops
    on another.
+6. Options of backends merge one by one, those of a stronger file before those of a weaker one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from attn_dispatch import device
+from attn_dispatch.backend import Backend
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.weights import Linear
 from attn_dispatch.registry import Registry, current
@@ -36,7 +38,7 @@ if TYPE_CHECKING:
     from attn_dispatch.selection.known_bad import KnownBad
     from attn_dispatch.selection.pin_files import Parsed
 
-__all__ = ["Pin", "PinFile", "Pins", "Span", "When", "config_paths", "current_pins", "unmatched"]
+__all__ = ["Pin", "PinFile", "Pins", "Span", "When", "config_paths", "current_pins", "settle", "unmatched"]
 
 
 @dataclass(frozen=True)
@@ -271,6 +273,7 @@ class Pins:
         pins: in order. files: all that were read, those that were skipped included.
         tuned: entries of ``tuned:`` as they stand in the files, each with its ``where``.
         known_bad: entries of ``known_bad:``. allow_known_bad: ids of entries that may run all the same.
+        options: of ``backends:``, backend -> option -> value.
     """
 
     pins: tuple[Pin, ...] = ()
@@ -278,6 +281,7 @@ class Pins:
     tuned: tuple[dict[str, Any], ...] = ()
     known_bad: tuple[KnownBad, ...] = ()
     allow_known_bad: frozenset[str] = frozenset()
+    options: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @cached_property
     def has_layers(self) -> bool:
@@ -336,6 +340,7 @@ def unmatched(pins: Pins, ops: Iterable[tuple[AttentionOp, str]]) -> list[Pin]:
 _lock = threading.RLock()
 _parsed: tuple[Parsed, ...] | None = None
 _selected: dict[tuple[device.DeviceFacts, ...], Pins] = {}  # by machine: two GPUs of one process may differ
+_configured: list[Backend] = []  # whose options the files set: back to their defaults when the files are forgotten
 
 
 def _forget() -> None:
@@ -343,6 +348,8 @@ def _forget() -> None:
     with _lock:
         _parsed = None
         _selected.clear()
+        while _configured:
+            _configured.pop().configure({})
 
 
 def _after_fork() -> None:
@@ -371,7 +378,8 @@ def config_paths(registry: Registry) -> tuple[Path, ...]:
 def current_pins() -> Pins:
     """The pins of this process: its files are read at the first call, and anew after `registry.reset`.
 
-    A file that cannot be used is one `ConfigWarning`, and is ignored.
+    The first call also gives the backends their options, once: an executable keeps those that it was compiled with. A
+    file that cannot be used is one `ConfigWarning`, and is ignored.
 
     Example:
         >>> isinstance(current_pins(), Pins)
@@ -401,8 +409,23 @@ def current_pins() -> Pins:
             if known is None:
                 from attn_dispatch.selection.pin_files import select
 
-                known = _selected[here] = select(parsed, registry)
+                known = select(parsed, registry)
+                if not _selected:
+                    _configure(known, registry)
+                _selected[here] = known
     return known
+
+
+def settle(registry: Registry) -> None:
+    """See that backends have their options before any is asked; those of another registry have the defaults."""
+    if registry is current():
+        current_pins()
+
+
+def _configure(pins: Pins, registry: Registry) -> None:
+    for name, given in pins.options.items():
+        _configured.append(registry.backends[name])
+        registry.backends[name].configure(given)
 
 
 _NONE = Pins()

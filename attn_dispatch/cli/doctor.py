@@ -30,13 +30,16 @@ def examine() -> dict[str, Any]:
 
     from attn_dispatch import __version__
     from attn_dispatch.device import facts
-    from attn_dispatch.errors import PluginWarning
+    from attn_dispatch.errors import ConfigWarning, PluginWarning
     from attn_dispatch.registry import current
+    from attn_dispatch.selection.pins import settle
     from attn_dispatch.settings import settings
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", PluginWarning)  # said below, with the traceback
+        warnings.simplefilter("ignore", ConfigWarning)  # attn-dispatch pins check tells of pin files
         registry = current()
+        settle(registry)
     points = {name: source for source in registry.sources for name in source.offers}
     cuda = torch.cuda.is_available()
     devices = [vars(facts("cpu")), *([vars(facts("cuda"))] if cuda else [])]
@@ -79,6 +82,8 @@ def problems() -> list[str]:
 
 
 def _backend(backend: Any, distribution: str) -> dict[str, Any]:
+    from attn_dispatch.backend import options_text
+
     try:
         missing = backend.unavailable()
         version = str(backend.version())
@@ -88,6 +93,7 @@ def _backend(backend: Any, distribution: str) -> dict[str, Any]:
     if missing is None and not any(_is_here(device) for device in devices):
         missing = f"it runs on {', '.join(devices)}, and there is none here"
     said = {"name": backend.name, "version": version, "distribution": distribution, "devices": devices}
+    said["options"] = options_text(backend)
     return {**said, "available": missing is None, "reason": "" if missing is None else str(missing)}
 
 
@@ -155,6 +161,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
     lines += [f"libraries      {libraries}   (torch uses {torch_facts['cpu_capability']})", "", "backends"]
     for b in found["backends"]:
         state = "ready" if b["available"] else f"not available: {b['reason']}"
+        state += f", with {b['options']}" if b["options"] else ""
         lines.append(
             f"  {b['name']:<16} {b['version']:<14} {', '.join(b['devices']):<24} {b['distribution']}   {state}"
         )

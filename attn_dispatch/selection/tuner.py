@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from attn_dispatch import device
+from attn_dispatch.backend import options_text
 from attn_dispatch.errors import NoBackendError
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.registry import Registry
@@ -124,7 +125,8 @@ def _candidate(passed: Mapping[Candidate, Verdict], name: str) -> Candidate:
 
 
 def version_of(name: str, registry: Registry) -> str:
-    """What a candidate is made of: the distributions of its parts, and the version of its backend's library."""
+    """What a candidate is made of: the distributions of its parts, the version of its backend's library, and those of
+    the backend's options that are not at their defaults: what was measured with others says nothing."""
     parts = name.split(" > ")
     origins = [registry.origins.get(part, "given in code") for part in parts]
     backend = registry.backends.get(parts[-1])
@@ -134,9 +136,10 @@ def version_of(name: str, registry: Registry) -> str:
 
 def _library_version(backend: Any) -> str:
     try:
-        return str(backend.version())
+        version, options = str(backend.version()), options_text(backend)
     except Exception as error:  # noqa: BLE001 - a stranger's code; an unknown version must not look like a known one
         return f"unknown ({type(error).__name__}: {error})"
+    return f"{version} ({options})" if options else version
 
 
 def choose(

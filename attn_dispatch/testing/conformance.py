@@ -33,6 +33,7 @@ from attn_dispatch.capability import ALL_FEATURES, Reason
 from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.registry import Registry, current
 from attn_dispatch.registry.guarding import Watch
+from attn_dispatch.selection.pins import settle
 from attn_dispatch.testing import CASES, Case, CaseError, Verdict, check, op_of, outputs_of
 from attn_dispatch.testing.diagnosis import Diagnosis, diagnose
 from attn_dispatch.testing.dropout import dropout_problem
@@ -144,6 +145,7 @@ def conform(
     """
     registry = registry or current()
     thing = registry.backend(backend)
+    settle(registry)
     missing = _unavailable(thing)
     capability = thing.capability_on("cpu")
     lines: list[Line] = []
@@ -289,6 +291,7 @@ class _Bold(Backend):
 
 def attempt(backend: str, case: Case, registry: Registry) -> str:
     """Run a case that a backend refuses, and say what is wrong; empty when it is right."""
+    settle(registry)
     bold = replace(registry, backends={**registry.backends, backend: _Bold(registry.backend(backend))})
     try:
         with Watch():

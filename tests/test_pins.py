@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -21,6 +22,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from attn_dispatch import device, dispatch, registry
+from attn_dispatch.backend import Backend
+from attn_dispatch.capability import Capability
 from attn_dispatch.cli.pins import app, differences, read_workload
 from attn_dispatch.device import DeviceFacts
 from attn_dispatch.errors import ConfigError, ConfigWarning, InputError, NoBackendError, UnknownBackendError
@@ -697,6 +700,148 @@ def test_a_name_in_a_file_for_another_machine_is_only_a_warning(
     assert [problem.is_error for problem in check([path])] == [True]
 
 
+# --- options of backends ---------------------------------------------------------------------------------------------
+
+
+class Wall(Backend):
+    """A backend with an option of each type."""
+
+    name = "wall"
+    capabilities = (Capability(frozenset({"cpu"}), frozenset({"float32"}), frozenset({"weight:Softmax"})),)
+    options = MappingProxyType({"tile": 64, "fast": False})
+
+
+class Wide(Wall):
+    name = "wide"
+    options = MappingProxyType({"rate": 1.0, "mode": "auto"})
+
+
+def with_backend(*backends: Backend) -> registry.Registry:
+    here = registry.current()
+    return replace(here, backends={**here.backends, **{backend.name: backend for backend in backends}})
+
+
+def optioned(text: str) -> str:
+    return f"schema: 1\nbackends:\n  {text}\npins:\n  - use: eager"
+
+
+OPTIONS = {
+    "unknown": (
+        "wall: {tle: 1}",
+        "3:10: backends.wall.tle: there is no option 'tle'; did you mean 'tile'? There are: tile, fast",
+    ),
+    "like nothing": (
+        "wall: {warp: 1}",
+        "3:10: backends.wall.warp: there is no option 'warp'. There are: tile, fast",
+    ),
+    "text for a whole number": ("wall: {tile: '32'}", "3:16: backends.wall.tile: a whole number is wanted, got '32'"),
+    "a number for a whole one": ("wall: {tile: 2.50}", "3:16: backends.wall.tile: a whole number is wanted, got 2.50"),
+    "a boolean for a whole number": (
+        "wall: {tile: true}",
+        "3:16: backends.wall.tile: a whole number is wanted, got true",
+    ),
+    "a number for a boolean": ("wall: {fast: 1}", "3:16: backends.wall.fast: true or false is wanted, got 1"),
+    "Norway": ("wall: {fast: no}", "3:16: backends.wall.fast: true or false is wanted, got 'no'"),
+    "text for a number": ("wide: {rate: fast}", "3:16: backends.wide.rate: a number is wanted, got 'fast'"),
+    "a boolean for a number": ("wide: {rate: true}", "3:16: backends.wide.rate: a number is wanted, got true"),
+    "a number for text": (
+        "wide: {mode: 2.10}",
+        '3:16: backends.wide.mode: 2.10 is read as a number, and text is wanted: quote it, "2.10"',
+    ),
+    "a date for text": (
+        "wide: {mode: 2026-01-02}",
+        "3:16: backends.wide.mode: 2026-01-02 is read as a date, and text is wanted: quote it",
+    ),
+    "a list": ("wall: {tile: [32]}", "3:16: backends.wall.tile: a whole number is wanted, got a list"),
+    "a mapping for text": ("wide: {mode: {a: 1}}", "3:16: backends.wide.mode: text is wanted, got a mapping"),
+    "nothing": ("wall: {tile: }", "backends.wall.tile: it has no value: leave the key out"),
+    "backend": ("wal: {tile: 32}", "3:3: backends.wal: there is no backend 'wal'; did you mean 'wall'?"),
+    "rewrite": (
+        "fold_groups: {tile: 32}",
+        "3:3: backends.fold_groups: 'fold_groups' is a rewrite, and only backends have options",
+    ),
+    "no options": ("eager: {tile: 32}", "3:11: backends.eager.tile: eager has no options"),
+}
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_a_wrong_option_is_an_error_of_check_and_a_warning_of_a_call_and_the_rest_counts(
+    name: str, write: Callable[..., Path]
+) -> None:
+    text, words = OPTIONS[name]
+    here = with_backend(Wall(), Wide())
+    path = write(optioned(text))
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        load_pins([path], here, strict=True)
+    (problem,) = check([path], here)
+    assert problem.is_error
+    assert words in str(problem)
+    with pytest.warns(ConfigWarning, match=f"{re.escape(words)}.*It is ignored"):
+        pins = load_pins([path], here)
+    assert pins.options == {}
+    assert names(pins, an_op()) == ("eager",)
+
+
+def test_options_are_taken_by_type_and_a_wrong_one_leaves_the_others(write: Callable[..., Path]) -> None:
+    here = with_backend(Wall(), Wide())
+    text = "wall: {tile: 32, fast: true, tle: 1}\n  wide:\n    rate: 2\n    mode: no"
+    with pytest.warns(ConfigWarning, match="tle"):
+        options = load_pins([write(optioned(text))], here).options
+    assert options == {"wall": {"tile": 32, "fast": True}, "wide": {"rate": 2.0, "mode": "no"}}
+    assert type(options["wide"]["rate"]) is float
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("backends: [wall]", "2:11: backends: a mapping is wanted, got list"),
+        ("backends: {wall: 32}", "2:18: backends.wall: a mapping is wanted, got 32"),
+        ("backends: {wall: {tile: 1, tile: 2}}", "2:28: key 'tile' stands twice"),
+    ],
+)
+def test_options_of_a_wrong_form_break_the_file(text: str, words: str, write: Callable[..., Path]) -> None:
+    (problem,) = parse(write(f"schema: 1\n{text}")).errors
+    assert words in str(problem)
+
+
+@pytest.mark.parametrize("text", ["backends:", "backends:\n  wall:\n  # tile: 32"])
+def test_options_that_are_all_commented_out_are_none(text: str, write: Callable[..., Path]) -> None:
+    assert load_pins([write(f"schema: 1\n{text}")], with_backend(Wall()), strict=True).options == {}
+
+
+def test_files_merge_option_by_option_and_the_stronger_wins(write: Callable[..., Path]) -> None:
+    one, two = (
+        write(optioned("wall: {tile: 1}"), "one.yaml"),
+        write(optioned("wall: {tile: 2, fast: true}"), "two.yaml"),
+    )
+    here = with_backend(Wall())
+    assert load_pins([one, two], here).options == {"wall": {"tile": 1, "fast": True}}
+    assert load_pins([two, one], here).options == {"wall": {"tile": 2, "fast": True}}
+
+
+def test_options_of_a_file_for_another_machine_do_not_hold_and_are_at_most_doubtful(
+    write: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine(monkeypatch, NONE)
+    text = optioned("wall: {tile: 32, tle: 1}\n  wal: {}").replace("backends", "hardware: {device: cuda}\nbackends", 1)
+    path, here = write(text), with_backend(Wall())
+    assert load_pins([path], here, strict=True).options == {}
+    assert [problem.is_error for problem in check([path], here)] == [False, False]
+    machine(monkeypatch, H200)
+    with pytest.warns(ConfigWarning, match="wal"):
+        assert load_pins([path], here).options == {"wall": {"tile": 32}}
+    assert [problem.is_error for problem in check([path], here)] == [True, True]
+
+
+def test_the_command_names_wrong_options_in_the_order_of_the_lines(write: Callable[..., Path]) -> None:
+    text = write("schema: 1\npins:\n  - use: eagre\nbackends:\n  eager: {tile: 32}\n")
+    result = run("check", str(text))
+    assert isinstance(result.exception, ConfigError)
+    lines = str(result.exception).splitlines()
+    assert [line.split(": ")[0] for line in lines] == ["pins.yaml:3:10", "pins.yaml:5:11"]
+    assert "backends.eager.tile: eager has no options" in lines[1]
+
+
 # --- a call ----------------------------------------------------------------------------------------------------------
 
 
@@ -777,7 +922,7 @@ def test_the_json_schema_is_the_golden_one_and_describes_every_key() -> None:
     schema = json.loads(text)
     assert schema == json_schema()
     assert list(schema["properties"]) == [
-        *("schema", "hardware", "pins", "tuned", "known_bad", "allow_known_bad", "measured")
+        *("schema", "hardware", "pins", "backends", "tuned", "known_bad", "allow_known_bad", "measured")
     ]
     assert schema["required"] == ["schema"]
     for model in (schema, *schema["$defs"].values()):
@@ -804,13 +949,13 @@ def test_the_page_has_examples_and_shows_how_an_editor_is_told() -> None:
 
 @pytest.mark.parametrize("text", EXAMPLES)
 def test_the_examples_of_the_page_are_right(text: str, write: Callable[..., Path]) -> None:
-    assert check([write(text)]) == []
+    assert check([write(text)], with_backend(Wall())) == []
 
 
 def test_the_messages_on_the_page_are_what_is_said() -> None:
     page = DOCS.read_text(encoding="utf-8")
     section = page[page.index("## When something is wrong") :]
-    said = "\n".join([*(words for _, words in BAD.values()), *(words for _, words in NAMES.values())])
+    said = "\n".join(words for table in (BAD, NAMES, OPTIONS) for _, words in table.values())
     rows = re.findall(r"^\| .* \| `(.*)` \|$", section, re.M)
     assert len(rows) >= 6
     for row in rows:

@@ -3,23 +3,44 @@
 from __future__ import annotations
 
 import ast
+import pickle
 import subprocess
 import sys
 import textwrap
 import types
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from typer.testing import CliRunner
 
 from attn_dispatch import BackendError, NoBackendError, UnknownBackendError, dispatch, plugin, reference, registry
-from attn_dispatch.errors import PluginWarning
-from attn_dispatch.plugin import ALL_FEATURES, Backend, Capability, Executable, Raw, hookimpl
+from attn_dispatch.cli import app
+from attn_dispatch.errors import ConfigWarning, PluginWarning
+from attn_dispatch.plugin import (
+    ALL_FEATURES,
+    AttentionOp,
+    Backend,
+    Capability,
+    Executable,
+    Raw,
+    TensorDesc,
+    hookimpl,
+)
 from attn_dispatch.registry import Registry
 from attn_dispatch.registry.discover import discover
+from attn_dispatch.selection.decide import ranked
+from attn_dispatch.selection.store import Record
+from attn_dispatch.selection.tuned import stale
+from attn_dispatch.selection.tuner import version_of
+from attn_dispatch.settings import settings
+from attn_dispatch.testing import BY_ID
+from attn_dispatch.testing.conformance import Outcome, attempt, conform
 
 FACTS = Capability(frozenset({"cpu"}), frozenset({"float32"}), ALL_FEATURES - {"score:SoftCap", "higher_order"})
 
@@ -100,6 +121,23 @@ class OneFact(Toy):
     capabilities = FACTS  # the comma is missing
 
 
+class ListedOptions(Toy):
+    options = ("tile",)
+
+
+class SpacedOption(Toy):
+    options = MappingProxyType({"tile size": 64})
+
+
+class TypelessOption(Toy):
+    options = MappingProxyType({"tile": None})
+
+
+class OwnConfigure(Toy):
+    def configure(self, given):
+        raise RuntimeError("not now")
+
+
 class Explosive(Toy):
     @property
     def name(self):
@@ -123,6 +161,13 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "no facts": (offering(Factless()), "ValueError: backend 'toy' declares no capabilities"),
     "facts of a wrong type": (offering(WrongFacts()), "TypeError: backend 'toy': capabilities must be a tuple of"),
     "facts without a tuple": (offering(OneFact()), "TypeError"),
+    "options that are no mapping": (offering(ListedOptions()), "options must map names to defaults, got ('tile',)"),
+    "an option that is no word": (offering(SpacedOption()), "must be an identifier, got 'tile size'"),
+    "an option without a type": (
+        offering(TypelessOption()),
+        "the default of option 'tile' must be one of bool, int, float, str, got None",
+    ),
+    "configure overridden": (offering(OwnConfigure()), "configure is how options reach it, and may not be overridden"),
     "rewrites of a wrong type": (module(attn_dispatch_rewrites=lambda: [Toy()]), "is not a Rewrite"),
     "known-bad of a wrong type": (
         module(attn_dispatch_known_bad=lambda: ["x"]),
@@ -332,6 +377,168 @@ def test_the_check_looks_at_the_first_result_alone(install):
     made = dispatch.plan(x(), x(), x(), backend="toy")
     assert made(x(), x(), x()) is not None
     assert made(x(), x(), x()) is None  # a plan that was seen to be right costs nothing more
+
+
+# --- options ---------------------------------------------------------------------------------------------------------
+
+
+class Vendor(Toy):
+    """Remembers the options that it found whenever it was asked something."""
+
+    name = "vendor"
+    options = MappingProxyType({"opt": 1, "fast": False, "mode": "auto"})
+
+    def __init__(self):
+        self.seen = []
+
+    def unavailable(self):
+        self.seen.append(dict(self.configured))
+
+    def compile(self, op):
+        self.seen.append(dict(self.configured))
+        return super().compile(op)
+
+
+@dataclass(frozen=True)
+class Frozen(Toy):
+    name: str = "frozen"
+    options = MappingProxyType({"opt": 1})
+
+
+DEFAULTS = dict(Vendor.options)
+
+
+@pytest.fixture
+def configure(tmp_path, monkeypatch) -> Iterator[Callable[..., Path]]:
+    """Make files of these texts those of the process, from its next reset on."""
+
+    def put(*texts: str) -> None:
+        paths = [tmp_path / f"{n}.yaml" for n in range(len(texts))]
+        for path, text in zip(paths, texts, strict=True):
+            path.write_text(f"schema: 1\n{text}\n", encoding="utf-8")
+        monkeypatch.setenv("ATTN_DISPATCH_CONFIG", ":".join(map(str, paths)))
+        settings.cache_clear()
+
+    monkeypatch.chdir(tmp_path)
+    yield put
+    monkeypatch.undo()
+    settings.cache_clear()
+
+
+def test_options_of_a_file_reach_a_backend_before_it_is_asked_anything(install, configure):
+    configure("backends: {vendor: {opt: 3}}", "backends: {vendor: {opt: 4, mode: slow}}")
+    vendor = Vendor()
+    install(offering(vendor))
+    inputs = x()
+    want = F.scaled_dot_product_attention(inputs, inputs, inputs)
+    torch.testing.assert_close(dispatch.attention(inputs, inputs, inputs, backend="vendor"), want)
+    assert len(vendor.seen) >= 2
+    assert all(seen == {"opt": 3, "fast": False, "mode": "slow"} for seen in vendor.seen)
+
+
+@pytest.mark.parametrize("ask", ["rank", "conform", "attempt"])
+def test_options_hold_wherever_a_backend_is_asked_first(configure, ask):
+    before, vendor = registry.current(), Vendor()
+    configure("backends: {vendor: {opt: 3}}")
+    registry.reset(Registry({"vendor": vendor, "eager": before.backends["eager"]}, {}, {}))
+    try:
+        if ask == "rank":
+            ranked(AttentionOp(*[TensorDesc((1, 2, 4, 8), "float32")] * 3), registry.current())
+        elif ask == "conform":
+            assert conform("vendor", cases=[BY_ID["causal"]]).lines[0].outcome is Outcome.VERIFIED
+        else:
+            assert attempt("vendor", BY_ID["causal"], registry.current()) == ""
+        assert vendor.seen
+        assert all(seen["opt"] == 3 for seen in vendor.seen)
+    finally:
+        registry.reset(before)
+
+
+def test_a_wrong_option_is_told_with_its_place_and_key_path_and_the_call_works(install, configure):
+    configure("backends:\n  vendor: {opt: 3, opts: 1}\npins:\n  - use: vendor")
+    vendor = Vendor()
+    install(offering(vendor))
+    words = (
+        r"0\.yaml:3:20: backends\.vendor\.opts: there is no option 'opts'; did you mean 'opt'\? There are: opt, fast"
+    )
+    with pytest.warns(ConfigWarning, match=words):
+        assert dispatch.plan(x(), x(), x()).name == "vendor"
+    assert vendor.configured == {**DEFAULTS, "opt": 3}
+
+
+def test_a_reset_reads_the_options_anew_and_takes_back_those_that_are_gone(install, configure):
+    vendor = Vendor()
+    configure("backends: {vendor: {opt: 3, fast: true}}")
+    made = install(offering(vendor))
+    dispatch.plan(x(), x(), x())
+    assert vendor.configured == {**DEFAULTS, "opt": 3, "fast": True}
+    configure("backends: {vendor: {opt: 4}}")
+    dispatch.plan(x(), x(), x())
+    assert vendor.configured["opt"] == 3  # an executable may have been compiled with it
+    registry.reset(made)
+    dispatch.plan(x(), x(), x(), backend="vendor")
+    assert vendor.configured == vendor.seen[-1] == {**DEFAULTS, "opt": 4}
+    configure("")
+    registry.reset(made)
+    assert vendor.configured == DEFAULTS
+    dispatch.plan(x(), x(), x(), backend="vendor")
+    assert vendor.seen[-1] == DEFAULTS
+
+
+def test_the_options_of_one_registry_do_not_reach_the_objects_of_another(install, configure):
+    configure("backends: {vendor: {opt: 3}}")
+    mine, other = Vendor(), Vendor()
+    elsewhere = discover(extra=[("elsewhere", offering(other))])
+    install(offering(mine))
+    dispatch.plan(x(), x(), x(), backend="vendor")
+    op = AttentionOp(*[TensorDesc((1, 2, 4, 8), "float32")] * 3)
+    ranked(op, elsewhere)
+    assert (mine.seen[-1]["opt"], other.seen[-1]["opt"]) == (3, 1)
+    registry.reset(elsewhere)
+    dispatch.plan(x(), x(), x(), backend="vendor")
+    assert (mine.configured["opt"], other.configured["opt"]) == (1, 3)
+
+
+def test_what_was_measured_with_other_options_is_stale(install, configure):
+    configure("")
+    install(offering(Vendor()))
+    dispatch.plan(x(), x(), x())
+    plain = version_of("vendor", registry.current())
+    assert plain.endswith(f"vendor {torch.__version__}")
+    configure("backends: {vendor: {opt: 3, fast: false, mode: slow}}")
+    made = install(offering(Vendor()))
+    dispatch.plan(x(), x(), x())
+    assert version_of("fold_groups > vendor", made).endswith(f"vendor {torch.__version__} (opt=3, mode='slow')")
+    record = Record("vendor", "ok", 1.0, 0.1, version=plain)
+    assert stale((record,), made) == f"vendor was measured with {plain}, here is {plain} (opt=3, mode='slow')"
+    assert stale((replace(record, version=version_of("vendor", made)),), made) == ""
+
+
+def test_options_go_along_where_a_backend_is_tried_in_a_process_of_its_own():
+    vendor = Vendor()
+    vendor.configure({"opt": 3})
+    assert pickle.loads(pickle.dumps(vendor)).configured == {**DEFAULTS, "opt": 3}
+
+
+def test_options_are_set_as_a_whole_checked_and_read_only():
+    for backend in (Vendor(), Frozen()):
+        backend.configure({"opt": 3})
+        assert backend.configured["opt"] == 3
+        with pytest.raises(TypeError):
+            backend.configured["opt"] = 4
+        with pytest.raises(ValueError, match=f"{backend.name} has no option 'typo'. It has: opt"):
+            backend.configure({"typo": 1})
+        backend.configure({})
+        assert backend.configured["opt"] == 1
+
+
+def test_doctor_shows_the_options_that_are_not_at_their_defaults(install, configure):
+    configure("backends: {vendor: {opt: 3, fast: false}}")
+    install(offering(Vendor()))
+    text = CliRunner().invoke(app, ["doctor"]).stdout
+    (line,) = (line for line in text.splitlines() if line.startswith("  vendor "))
+    assert line.endswith("ready, with opt=3")
+    assert text.count(", with ") == 1
 
 
 # --- plugin.py -------------------------------------------------------------------------------------------------------

@@ -321,7 +321,7 @@ def select(parsed: Iterable[Parsed], registry: Registry) -> Pins:
             continue
         for required, problem in _name_problems(file, registry):
             _warn(f"{problem}. {'A call that the pin matches raises' if required else 'The name is ignored'}")
-        mine, wrong = _options(file, registry)
+        mine, wrong = read_options(file.backends, file.document, registry, is_error=True)
         for problem in wrong:
             _warn(f"{problem}. It is ignored")
         options = merge_options(options, mine)
@@ -397,14 +397,11 @@ def _name_problems(file: Parsed, registry: Registry) -> list[tuple[bool, Problem
     return found
 
 
-def _options(file: Parsed, registry: Registry) -> tuple[Options, list[Problem]]:
-    return read_options(file.backends, file.document, registry, is_error=not mismatch(file.hardware))
-
-
 def _against(file: Parsed, registry: Registry) -> list[Problem]:
     """Everything that a registry does not know, in the order of the lines."""
-    found = [*(problem for _, problem in _name_problems(file, registry)), *_options(file, registry)[1]]
-    return sorted(found, key=lambda problem: (problem.line, problem.column))
+    _, wrong = read_options(file.backends, file.document, registry, is_error=not mismatch(file.hardware))
+    found = [*(named for _, named in _name_problems(file, registry)), *wrong]
+    return sorted(found, key=lambda p: (p.line, p.column))
 
 
 # --- everything that can be said -------------------------------------------------------------------------------------

@@ -340,11 +340,13 @@ def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Reg
     if spare is None:  # a registry without eager: nothing to fall back to
         return run
     exact: list[Run] = []
-    finite = reference.finite
+    finite, by_tensor = reference.finite, not reaching.mask.sanitises
 
     def guarded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
         result = run(q, k, v, t)
         if finite(result.out if isinstance(result, Raw) else result):
+            return result
+        if by_tensor and finite(k) and finite(v):  # its own NaN, as of a NaN query
             return result
         if not exact:
             exact.append(build(spare, op).run)

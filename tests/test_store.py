@@ -393,3 +393,13 @@ def test_a_folder_that_may_not_be_entered_is_one_warning_and_a_miss(tmp_path, mo
     assert len(said) == 1
     monkeypatch.setattr(os, "stat", refused)
     assert list(store.files()) == []
+
+
+def test_an_entry_from_before_precision_counted_is_still_one(tmp_path):
+    """Such entries were called invalid, and `cache clear --invalid` removed them."""
+    store = Store(tmp_path)
+    path = store.put(entry_of(op_of()))
+    assert path is not None
+    assert "precision" not in path.read_text()
+    assert isinstance(Store(tmp_path).get(op_of()), Entry)
+    assert Store(tmp_path).clear(invalid_only=True) == 0

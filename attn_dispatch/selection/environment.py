@@ -35,8 +35,8 @@ class Environment:
     precision: str = "highest"
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain types."""
-        return asdict(self)
+        """Plain types; a default is left out, so that what was written before its field was there still counts."""
+        return {name: value for name, value in asdict(self).items() if (name, value) != ("precision", "highest")}
 
     def digest(self) -> str:
         """A short hash, equal across processes: the name of the folder of all that was measured here."""

@@ -367,7 +367,7 @@ def explain_miss(store: Store, op: AttentionOp) -> Miss:
     for _, entry in store.entries():
         if isinstance(entry, Miss):
             continue
-        here, there = place.to_dict(), entry.environment.to_dict()
+        here, there = asdict(place), asdict(entry.environment)
         lines = [f"{name}: measured {there[name]}, here {here[name]}" for name in here if here[name] != there[name]]
         have = _flat(entry.op.to_dict())
         for name in sorted(wanted.keys() | have.keys()):

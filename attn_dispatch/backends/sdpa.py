@@ -42,24 +42,20 @@ MASK_FEATURES = frozenset(
 )
 
 
-def capability_reasons(op: AttentionOp, least: tuple[int, int], most: tuple[int, int] | None = None) -> list[Reason]:
+def capability_reasons(op: AttentionOp, least: tuple[int, int], most: tuple[int, int]) -> list[Reason]:
     """Whether the current GPU is one that torch's own dispatcher would run a kernel on; its operator does not ask.
 
     Args:
-        least, most: compute capabilities, ``(8, 0)``; no upper bound for None.
+        least, most: compute capabilities, ``(8, 0)``, both included.
     """
     if op.device != "cuda" or not torch.cuda.is_available() or torch.version.hip is not None:
         return []
     here = torch.cuda.get_device_capability()
-    if here >= least and (most is None or here <= most):
+    if least <= here <= most:
         return []
-    allowed = f"{_number(least)} or newer" if most is None else f"{_number(least)} to {_number(most)}"
-    text = f"compute capability {_number(here)}, takes {allowed}"
-    return [Reason("device", "compute capability", _number(here), allowed, text=text)]
-
-
-def _number(capability: tuple[int, int]) -> str:
-    return f"{capability[0]}.{capability[1]}"
+    got, first, last = (f"{major}.{minor}" for major, minor in (here, least, most))
+    text = f"compute capability {got}, takes {first} to {last}"
+    return [Reason("device", "compute capability", got, f"{first} to {last}", text=text)]
 
 
 def is_causal_only(op: AttentionOp) -> bool:

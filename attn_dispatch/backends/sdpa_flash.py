@@ -73,8 +73,10 @@ class SdpaFlash(Backend):
             found.append(Reason("limit", "Sq", op.Sq, op.Skv, "", text))
         if op.dropout_p >= 1.0:
             found.append(Reason("limit", "dropout_p", op.dropout_p, "< 1", text="dropout_p 1, takes less than 1"))
-        if op.grad and _has_little_shared_memory() and (192 < op.D <= 224 or (op.D > 192 and op.dropout_p)):
-            text = f"gradients at head_dim {op.D}{' with dropout' if op.dropout_p else ''} on this GPU"
+        gpu = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+        if op.grad and _has_little_shared_memory(gpu) and (192 < op.D <= 224 or (op.D > 192 and op.dropout_p)):
+            what = f"gradients at head_dim {op.D} > 192{' with dropout' if op.dropout_p else ''}"
+            text = f"{what} on compute capability {gpu[0]}.{gpu[1]}"
             found.append(Reason("limit", "head_dim", op.D, "<= 192", text=text))
         return found
 
@@ -94,10 +96,9 @@ class SdpaFlash(Backend):
         return Cost(cost.flops, cost.bytes + again + copies, 2.0 if masked else 1.0)
 
 
-def _has_little_shared_memory() -> bool:
+def _has_little_shared_memory(gpu: tuple[int, int]) -> bool:
     """Whether the backward of large heads has no room, as torch's ``check_requires_grad_and_head_dim_gt192`` has it."""
-    here = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    return (8, 6) <= here <= (8, 9) or (12, 0) <= here <= (12, 1)
+    return (8, 6) <= gpu <= (8, 9) or (12, 0) <= gpu <= (12, 1)
 
 
 def _compile_cpu(op: AttentionOp) -> Run:

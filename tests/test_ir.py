@@ -427,3 +427,21 @@ def test_a_table_is_not_kept_as_a_default_device_or_a_mode_made_it():
         other.tensor()
     assert other.tensor().tolist() == [[True, False]]
     assert type(other.tensor()) is torch.Tensor
+
+
+def test_masks_with_tables_need_no_numpy():
+    """A plain install has none, and BigBird failed there with "Numpy is not available"."""
+    program = """
+import sys, warnings
+sys.modules["numpy"] = None
+warnings.simplefilter("ignore")
+import torch
+from attn_dispatch import dispatch, masks
+q = torch.randn(1, 2, 8, 16)
+for mask in (masks.Columns([True] * 7 + [False]), masks.bigbird(8, 2, 1, 1, 1), masks.columns(keep=torch.ones(8) > 0)):
+    assert dispatch.attention(q, q, q, mask).shape == q.shape
+    assert hash(mask) == hash(mask)
+print("done")
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.stdout.strip() == "done", done.stderr[-800:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ class Held:
     def content_digest(self) -> str:
         """Digest of the values; this reads the tensor (and waits for its device)."""
         data = self.tensor.detach().cpu().contiguous()
-        raw = data.reshape(-1).view(torch.uint8).numpy().tobytes() if data.numel() else b""
+        raw = _bytes_of(data)
         return f"<{data.dtype} {list(data.shape)} {hashlib.sha256(raw).hexdigest()}>"
 
     def __str__(self) -> str:
@@ -53,7 +54,7 @@ class Table:
         shape = "x".join(map(str, data.shape)) or "1"
         flat = data.reshape(-1)
         if data.dtype == torch.bool:  # as bytes: a loop over a table of a million blocks takes half a second
-            return cls(f"bool {shape} {(flat.to(torch.uint8) + ord('0')).numpy().tobytes().decode()}")
+            return cls(f"bool {shape} {_bytes_of(flat.to(torch.uint8) + ord('0')).decode()}")
         return cls(f"int {shape} {','.join(map(str, flat.long().tolist()))}")
 
     @property
@@ -80,6 +81,12 @@ class Table:
 
     def __str__(self) -> str:
         return f'"{self.text}"'
+
+
+def _bytes_of(data: torch.Tensor) -> bytes:
+    """The memory of a tensor on the CPU; without numpy, which torch can do without and this package does too."""
+    data = data.contiguous()
+    return ctypes.string_at(data.data_ptr(), data.numel() * data.itemsize) if data.numel() else b""
 
 
 # Made once for each device: to a GPU, each copy from the host waits for the device.

@@ -46,9 +46,12 @@ class Executable:
 
     Args:
         run: returns the output ``[B, Hq, Sq, Dv]``, or `Raw` when ``op.outputs`` asks for more.
+        behind_rewrites: the same for fewer keys than the bucket holds as well, which a rewrite that cuts padding off
+            may pass; None when ``run`` is right for those too.
     """
 
     run: Run
+    behind_rewrites: Run | None = None
 
 
 @dataclass(frozen=True)

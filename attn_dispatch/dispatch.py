@@ -20,7 +20,7 @@ from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.frontend import Binding, Options, collect_tensors, describe
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.keeping import keep_route
-from attn_dispatch.patterns import recognised
+from attn_dispatch.patterns import recognised, worth_reading
 from attn_dispatch.plan import Plan, make_plan
 from attn_dispatch.registry import current
 from attn_dispatch.report import Report, make_report
@@ -127,33 +127,39 @@ def attention(
     named = _NO_OPERANDS
     mask: Mask | str | None = None
     if (
-        attn_mask is None
+        variant is _SOFTMAX
         and bias is None
         and sinks is None
         and key_lengths is None
         and query_lengths is None
-        and variant is _SOFTMAX
-        and not isinstance(q_offset, _Tensor)
-    ):
+        and q_offset is None
+        and window is None
+        and softcap is None
+        and backend is None
+        and layout == "bhsd"
+        and return_lse is False
+        and return_weights is False
+        and (attn_mask is None or type(attn_mask) is _Tensor)
+    ):  # most calls: the kernel before has emptied the caches, and each function that is entered costs, and each value
+        given: tuple[torch.Tensor, ...] = (query, key, value)
+        if attn_mask is not None:
+            given, named, mask = (query, key, value, attn_mask), {"attn_mask": attn_mask}, "tensor"
         options: tuple[Any, ...] = (
-            is_causal, dropout_p, scale, enable_gqa, window, softcap, q_offset, layout, return_lse, return_weights,
-            backend, _context(), _deterministic(), forward_ad._current_level,
+            mask, is_causal, dropout_p, scale, enable_gqa, _context(), _deterministic(), forward_ad._current_level,
         )  # fmt: skip
     else:
-        if isinstance(attn_mask, _Tensor) and not casts(query):
-            placed = window is not None or is_causal or q_offset is not None
-            attn_mask, q_offset, _ = recognised(attn_mask, query, value, placed, q_offset, bias, variant, layout)
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant, query)
+        given = (query, key, value, *named.values())
         options = (
-            mask.text if isinstance(mask, Mask) else mask, tuple(named), is_causal, dropout_p, scale, enable_gqa,
-            window, softcap, None if "q_offset" in named else q_offset,
-            None if variant is _SOFTMAX else variant_key(variant), layout, return_lse, return_weights, backend,
+            mask.text if isinstance(mask, Mask) else mask, tuple(named), None if "q_offset" in named else q_offset,
+            None if variant is _SOFTMAX else variant_key(variant), is_causal, dropout_p, scale, enable_gqa, window,
+            softcap, layout, return_lse, return_weights, backend,
             _context(), _deterministic(), forward_ad._current_level,
         )  # fmt: skip
     run = None
     try:
         for route in _table.get(options, ()):
-            if route.check(query, key, value, *named.values()):
+            if route.check(*given):
                 if route.runs is None:
                     run = route.run
                     break
@@ -163,7 +169,7 @@ def attention(
                     break
                 run = None
     except TypeError:  # an unhashable or non-tensor argument: the slow path knows what to say about it
-        options = ()
+        pass
     if run is not None:
         return run(query, key, value, named if route.operands is None else route.operands(named))
     return _slow(
@@ -275,8 +281,9 @@ class _Call:
             variant = stateful(variant, state, return_state)
         if isinstance(attn_mask, torch.Tensor):
             placed = window is not None or is_causal or q_offset is not None
-            attn_mask, q_offset, note = recognised(attn_mask, query, value, placed, q_offset, bias, variant, layout)
-            notes += [note] if note else []
+            if not placed and worth_reading(attn_mask, query, value, layout):
+                attn_mask, q_offset, note = recognised(attn_mask, query, value, bias, variant, layout)
+                notes += [note] if note else []
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant, query)
         return cls.sorted(
             (query, key, value), named, mask, notes, dropout_p, is_causal, scale, enable_gqa, window, softcap,
@@ -333,7 +340,7 @@ def _slow(
     """A call without a route: nested, exported, under autocast, or new. New: describe, decide, compile, keep, run.
 
     Args:
-        options: the key under which `attention` looked for a route; () when it cannot be one.
+        options: the key under which `attention` looked for a route; unhashable when it cannot be one.
         named, mask: the other tensors, from `collect_tensors`.
     """
     if isinstance(query, torch.Tensor):
@@ -349,8 +356,18 @@ def _slow(
             tensors = cast(query, key, value)
             with torch.autocast(query.device.type, enabled=False):
                 return _again(tensors, rest)
-        if not options and (_is_list_of(str, backend) or _is_list_of(int, window)):  # as tuples they can be a key
+        if _is_list_of(str, backend) or _is_list_of(int, window):  # as tuples they can be part of a key
             return _again((query, key, value), tuple(tuple(x) if isinstance(x, list) else x for x in rest))
+        placed = window is not None or is_causal or q_offset is not None
+        if mask == "tensor" and not placed and worth_reading(attn_mask, query, value, layout):
+            read, offset, _ = recognised(attn_mask, query, value, bias, variant, layout)
+            if isinstance(read, Mask):
+                return _again((query, key, value), (read, *rest[1:11], offset, *rest[12:]))
+            options = ("pairs", *options)  # `attention` must not find it: the next mask of these sizes is read as well
+            for route in _table.get(options, ()) if _is_hashable(options) else ():
+                if route.check(query, key, value, *named.values()):
+                    operands = named if route.operands is None else route.operands(named)
+                    return route.run(query, key, value, operands)
     call = _Call.sorted(
         (query, key, value), named, mask, [], dropout_p, is_causal, scale, enable_gqa, window, softcap, q_offset,
         variant, layout, return_lse, return_weights, backend,
@@ -359,7 +376,7 @@ def _slow(
     record = context.surrounding().record
     if record is not None:
         record(made, query, key, value)
-    elif options and not (made.op.traced or made.op.higher_order) and _key_is_whole():
+    elif _is_hashable(options) and not (made.op.traced or made.op.higher_order) and _key_is_whole():
         with device.current(query):
             keep_route(options, query, key, value, named, made)
     return made.run(query, key, value, made.binding.operands(named))
@@ -367,6 +384,14 @@ def _slow(
 
 def _is_list_of(kind: type, value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(x is None or isinstance(x, kind) for x in value)
+
+
+def _is_hashable(options: tuple[Any, ...]) -> bool:
+    try:
+        hash(options)
+    except TypeError:
+        return False
+    return True
 
 
 def _again(tensors: Sequence[torch.Tensor], rest: tuple[Any, ...]) -> Any:

@@ -69,6 +69,9 @@ class Binding:
 
     def operands(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The op's operands from the tensors of a call."""
+        if len(self.prepare) == 1:  # a mask, most often; the same without a comprehension
+            ((name, step),) = self.prepare
+            return {name: tensors[name] if step is None else step(tensors[name])}
         return {name: tensors[name] if step is None else step(tensors[name]) for name, step in self.prepare}
 
 
@@ -288,7 +291,14 @@ class _Builder:
                 kept = view(m)[0, 0, 0] if shared else view(m).flatten(1)
                 return kept.expand(*kept.shape[:-1], skv) if narrow else kept
 
-            self.restrict(Columns(self.bind("attn_mask", columns)))
+            def of_rank_4(
+                m: torch.Tensor,
+            ) -> torch.Tensor:  # one step where it can be: each padded decode step comes here
+                return m.view(sizes)
+
+            sizes = (skv,) if shared else (packed.shape[0], skv)
+            plain = mask.ndim == 4 and self.form.rank == 4 and not narrow
+            self.restrict(Columns(self.bind("attn_mask", of_rank_4 if plain else columns)))
         else:
             self.restrict(Dense(self.bind("attn_mask", view)))
 

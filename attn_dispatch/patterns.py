@@ -12,42 +12,40 @@ from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.recognise import recognise
 from attn_dispatch.variants import LinearAttention, Retention, Stateful
 
-__all__ = ["recognised"]
+__all__ = ["recognised", "worth_reading"]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def recognised(
-    attn_mask: torch.Tensor, query: Any, value: Any, placed: bool, q_offset: Any, bias: Any, variant: Any, layout: Any
-) -> tuple[torch.Tensor | Mask, Any, str]:
+    attn_mask: torch.Tensor, query: Any, value: Any, bias: Any, variant: Any, layout: Any
+) -> tuple[torch.Tensor | Mask, int | None, str]:
     """A mask tensor as the pattern that it holds, the offset at which it holds it, and a note; as given without one.
 
     Args:
-        placed: whether the call has positions of its own, which a pattern's might contradict.
+        attn_mask: one that is `worth_reading`, of a call that says nothing else about positions.
     """
-    if placed or not _worth_recognising(attn_mask, query, value, layout):
-        return attn_mask, q_offset, ""
     inner = variant.inner if isinstance(variant, Stateful) else variant
     linear = isinstance(inner, (LinearAttention, Retention))
     if linear and attn_mask.size(-2) == 1:
         # lengths would be the state's too, where columns are left out alone
-        return attn_mask, q_offset, ""
+        return attn_mask, None, ""
     found, offset = recognise(attn_mask)
     if found.feature == "mask:Dense":
-        return attn_mask, q_offset, ""
+        return attn_mask, None, ""
     if linear and any(isinstance(atom, Window) for atom in found.atoms()):
-        return attn_mask, q_offset, ""  # who asks for a window there is refused, and a tensor of pairs is not
+        return attn_mask, None, ""  # who asks for a window there is refused, and a tensor of pairs is not
     if not found.positional:
-        return found, q_offset, f"attn_mask recognised as {found}"
+        return found, None, f"attn_mask recognised as {found}"
     _, _, sq, skv = _sizes(query, value, layout)
     fades = isinstance(inner, Retention) or (isinstance(bias, torch.Tensor) and bias.ndim == 1)
     if fades and offset != skv - sq:  # a decay and ALiBi count distances from the last key, if nothing else is said
-        return attn_mask, q_offset, ""
+        return attn_mask, None, ""
     return found, offset, f"attn_mask recognised as {found} at q_offset {offset}"
 
 
-def _worth_recognising(mask: torch.Tensor, query: Any, value: Any, layout: Any) -> bool:
-    """Recognition reads the mask once; that must be possible, and little beside the attention it saves."""
+def worth_reading(mask: torch.Tensor, query: Any, value: Any, layout: Any) -> bool:
+    """Whether a mask is read at each call of this shape, which must be possible, and little beside what it saves."""
     if mask.dtype is not torch.bool or type(mask) is not torch.Tensor:
         return False
     if type(query) not in _PLAIN or type(value) not in _PLAIN:  # none without values: a model that is exported

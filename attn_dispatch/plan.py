@@ -323,9 +323,9 @@ def _compile(candidate: Candidate, op: AttentionOp, registry: Registry) -> Run:
 def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Registry) -> Run:
     """Keep NaN and Inf in excluded keys from leaking, which no mask but is_causal alone may allow.
 
-    A leak shows as a non-finite output (0 * NaN, -inf + NaN), so the output is looked at, which costs little, and only
-    then the op is run again by the specification. On a GPU looking would wait for the device: there excluded columns
-    are zeroed beforehand, and what a mask excludes per query is documented to leak.
+    A leak shows as NaN in the output (0 * NaN, 0 * Inf, -inf + NaN), so the output is looked at, which costs little,
+    and only then the op is run again by the specification. On a GPU looking would wait for the device: there excluded
+    columns are zeroed beforehand, and what a mask excludes per query is documented to leak.
     """
     steps = decision.chosen.chain.steps
     reaching = steps[0].inner if steps and steps[0].cuts_excluded else op
@@ -340,19 +340,27 @@ def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Reg
     if spare is None:  # a registry without eager: nothing to fall back to
         return run
     exact: list[Run] = []
-    finite, by_tensor = reference.finite, not reaching.mask.sanitises
+    by_tensor = not reaching.mask.sanitises
+    is_clean = _has_no_nan if op.B * op.Hq * op.Sq * op.Dv <= _FEW else reference.finite
 
     def guarded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
         result = run(q, k, v, t)
-        if finite(result.out if isinstance(result, Raw) else result):
+        if is_clean(result.out if isinstance(result, Raw) else result):
             return result
-        if by_tensor and finite(k) and finite(v):  # its own NaN, as of a NaN query
+        if by_tensor and reference.finite(k) and reference.finite(v):  # its own NaN, as of a NaN query
             return result
         if not exact:
             exact.append(build(spare, op).run)
         return exact[0](q, k, v, t)
 
     return guarded
+
+
+_FEW = 1 << 12  # elements up to which comparing one by one is quicker than a sum, which is another tensor to make
+
+
+def _has_no_nan(x: torch.Tensor) -> bool:
+    return torch.equal(x, x)
 
 
 def _excludes_keys(op: AttentionOp) -> bool:

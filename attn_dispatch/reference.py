@@ -340,4 +340,5 @@ def _without_minus_inf(op: AttentionOp, allowed: torch.Tensor | None, tensors: T
 def finite(x: torch.Tensor) -> bool:
     """Whether all elements are finite, by one pass over the data; an overflowing sum may say no wrongly, never yes."""
     x = x.detach() if x.requires_grad else x
-    return math.isfinite(x.sum(dtype=torch.float64 if x.dtype == torch.float64 else torch.float32).item())
+    total = x.sum() if x.dtype is torch.float32 or x.dtype is torch.float64 else x.sum(dtype=torch.float32)
+    return math.isfinite(total.item())

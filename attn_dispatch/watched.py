@@ -43,6 +43,7 @@ class Watched(Backend):
         run = getattr(executable, "run", None)
         if not isinstance(executable, Executable) or not callable(run):
             raise BackendError(f"{self._who}: compile must return an Executable, got {executable!r}")
+        run = executable.behind_rewrites or run  # right in either place
         checked = False
 
         def watched(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:

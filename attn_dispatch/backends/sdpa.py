@@ -111,20 +111,28 @@ def additive_mask(op: AttentionOp) -> MakeMask:
     names = [term.bias.name for term in op.score if isinstance(term, Bias)]
     dtype = getattr(torch, op.dtype)
 
+    # as tensors, which spares making them of numbers at each call; under a tracer they would be strangers
+    constant = op.device == "cpu" and not op.traced
+    with torch.inference_mode(False):
+        seen = torch.zeros((), dtype=dtype) if constant else 0.0
+        hidden = torch.full((), -math.inf, dtype=dtype) if constant else -math.inf
+
+    def of_booleans(q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor | None:
+        allowed = allowed_of(q, k, t)
+        if allowed is None:
+            return None
+        mask = torch.where(allowed, seen, hidden)
+        return mask if constant or mask.dtype is dtype else mask.to(dtype)
+
     def make(q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor | None:
         allowed = allowed_of(q, k, t)
-        if not names:
-            if allowed is None:
-                return None
-            mask = torch.where(allowed, 0.0, -math.inf)
-            return mask if mask.dtype is dtype else mask.to(dtype)
         total = t[names[0]]
         for name in names[1:]:
             total = total + t[name]
         total = total if total.ndim == 4 else total[(None,) * (4 - total.ndim)]
         return total if allowed is None else torch.where(allowed, total, -math.inf)
 
-    return make
+    return make if names else of_booleans
 
 
 def patch_dead_rows(lse: torch.Tensor, additive: torch.Tensor | None) -> torch.Tensor:

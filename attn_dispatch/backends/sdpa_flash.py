@@ -81,7 +81,7 @@ class SdpaFlash(Backend):
         return found
 
     def compile(self, op: AttentionOp) -> Executable:
-        return Executable(_compile_cpu(op) if op.device == "cpu" else _compile_cuda(op))
+        return _compile_cpu(op) if op.device == "cpu" else Executable(_compile_cuda(op))
 
     def estimate(self, op: AttentionOp) -> Cost:
         # each query head reads its own keys again: the kernel does not share them inside a group. On the CPU heads of a
@@ -101,7 +101,7 @@ def _has_little_shared_memory(gpu: tuple[int, int]) -> bool:
     return (8, 6) <= gpu <= (8, 9) or (12, 0) <= gpu <= (12, 1)
 
 
-def _compile_cpu(op: AttentionOp) -> Run:
+def _compile_cpu(op: AttentionOp) -> Executable:
     kernel = torch._scaled_dot_product_flash_attention_for_cpu
     scale, causal = op.effective_scale, is_causal_only(op)
     plain = isinstance(op.mask, (Full, Causal)) and not op.score
@@ -120,16 +120,26 @@ def _compile_cpu(op: AttentionOp) -> Run:
             out = differentiable_twice(op, out, q, k, v, t)
         return Raw(out, patch_dead_rows(lse, mask)) if op.outputs.lse else out
 
-    if not plain or scattered or op.outputs.lse:
-        return masked
+    def only_masked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+        return kernel(q, k, v, 0.0, False, attn_mask=mask_of(q, k, t), scale=scale)[0]
+
+    if scattered or op.outputs.lse or (op.grad and not plain):
+        return Executable(masked)
+    if not plain:
+        return Executable(only_masked)
 
     def unmasked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-        if k.size(2) < _WIDEST_VECTOR:
-            return masked(q, k, v, t)
-        out = kernel(q, k, v, 0.0, causal, scale=scale)[0]
-        return differentiable_twice(op, out, q, k, v, t) if op.grad else out
+        return kernel(q, k, v, 0.0, causal, scale=scale)[0]
 
-    return unmasked
+    def graded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+        return differentiable_twice(op, unmasked(q, k, v, t), q, k, v, t)
+
+    def short(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+        return (plenty if k.size(2) >= _WIDEST_VECTOR else masked)(q, k, v, t)
+
+    plenty = graded if op.grad else unmasked
+    # looking at the length costs a hundredth of a short decode step, and the buckets above are (16, 32], (32, 64] ...
+    return Executable(plenty if op.Skv > _WIDEST_VECTOR else short, short)
 
 
 def _compile_cuda(op: AttentionOp) -> Run:

@@ -149,7 +149,10 @@ def parse_name(name: str, registry: Registry) -> tuple[tuple[str, ...], str]:
 
 def build(candidate: Candidate, op: AttentionOp) -> Executable:
     """Compile a candidate for an op: the backend's executable inside the chain's adapters."""
-    run: Run = candidate.backend.compile(candidate.chain.op).run
+    compiled = candidate.backend.compile(candidate.chain.op)
+    if not candidate.chain.steps:
+        return compiled
+    run: Run = compiled.behind_rewrites or compiled.run
     for step in reversed(candidate.chain.steps):
         run = step.adapt(run)
     return Executable(run)

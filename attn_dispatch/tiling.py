@@ -37,6 +37,15 @@ class Tile:
         return self.keys[0] >= self.keys[1]
 
 
+def _width(tile: Tile) -> int:
+    return tile.keys[1] - tile.keys[0]
+
+
+def _from_the_end(tile: Tile) -> tuple[int, int]:
+    """Rows, and how far the last key is from the first row: who agrees in both differs in its first keys alone."""
+    return tile.rows[1] - tile.rows[0], _width(tile) - tile.q_offset
+
+
 def query_tiles(op: AttentionOp, sq: int, skv: int, offset: int, block: int, t: Operands) -> Iterator[Tile]:
     """All tiles of ``block`` query rows, with the key interval of each."""
     for start in range(0, sq, block):
@@ -56,15 +65,23 @@ def key_span(op: AttentionOp, block: int) -> tuple[int, float]:
 class TileBias:
     """The mask and biases of tiles as additive tensors; a tile that looks like one before is not built again.
 
-    Masks that move with the query (causal, windows, strides) look the same in every interior tile, so most are built
-    once per call.
+    Masks that move with the query (causal, windows, strides) look the same in every interior tile, and in those at the
+    border, seen from their last key, like a part of it: most are built once per call.
+
+    Args:
+        tiles: those that may be asked for; the widest of those that look alike is built, and serves the others.
     """
 
-    def __init__(self, op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands) -> None:
+    def __init__(
+        self, op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands, tiles: Sequence[Tile] = ()
+    ) -> None:
         self._op, self._q, self._k, self._t = op, q, k, t
         self._offset = reference.offset_of(op, q.shape[2], k.shape[2], t)
         self._moves = all(atom.positional and not atom.refs() for atom in _leaves(op)) and _shift_invariant(op)
         self._seen: dict[tuple[int, ...], torch.Tensor | None] = {}
+        self._widest: dict[tuple[int, int], Tile] = {}
+        for tile in sorted(tiles, key=_width):
+            self._widest[_from_the_end(tile)] = tile
 
     @property
     def repeats(self) -> bool:
@@ -73,11 +90,16 @@ class TileBias:
 
     def __call__(self, tile: Tile) -> torch.Tensor | None:
         """The additive mask ``[.., rows, keys]`` in q's dtype; None when every pair of the tile attends."""
-        looks = (tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0], tile.q_offset)
         if not self._moves:
             return self._build(tile)
+        looks = (*_from_the_end(tile), _width(tile))
         if looks not in self._seen:
-            self._seen[looks] = self._build(tile)
+            widest = self._widest.get(looks[:2], tile)
+            if _width(widest) <= _width(tile):
+                self._seen[looks] = self._build(tile)
+            else:
+                whole = self(widest)
+                self._seen[looks] = None if whole is None or self._is_full(tile) else whole[..., -_width(tile) :]
         return self._seen[looks]
 
     def _build(self, tile: Tile) -> torch.Tensor | None:
@@ -101,7 +123,7 @@ class TileBias:
     def _is_full(self, tile: Tile) -> bool:
         if not self._moves:
             return False
-        rows, keys = tile.rows[1] - tile.rows[0], tile.keys[1] - tile.keys[0]
+        rows, keys = tile.rows[1] - tile.rows[0], _width(tile)
         states = self._op.mask.tiles(rows, keys, rows, keys, tile.q_offset)
         return bool((states == FULL).all())
 
@@ -168,12 +190,18 @@ def join_rows(
     return out
 
 
-def tile_by_block(op: AttentionOp) -> int:
-    """Rows per tile: near the width of what a row may see, so that little beyond it is computed.
+# Of the CPU's flash kernel (AMD EPYC, 2 cores, windows of 128 to 4096): a tile costs b * (w + b) for b * w pairs, and
+# by itself as much as a few columns for each key that it reads again, and some microseconds of Python.
+_COLUMNS_PER_KEY, _START_PAIRS = 16, 900_000
 
-    A tile of b rows with a band of w keys costs b * (w + b) for b * w pairs: small b wastes launches, large b pairs.
-    """
-    return max(64, min(512, 1 << max(_band_width(op).bit_length() - 1, 0)))
+
+def tile_by_block(op: AttentionOp) -> int:
+    """Rows b per tile of a band of w keys: small b wastes starts, large b computes pairs beyond the band."""
+    width = _band_width(op)
+    if op.device != "cpu":
+        return max(64, min(512, 1 << max(width.bit_length() - 1, 0)))
+    starts = _START_PAIRS / max(op.B * op.Hq * (op.D + op.Dv) / 2, 1)
+    return max(32, min(512, 1 << round(math.log2(math.sqrt(_COLUMNS_PER_KEY * width + starts)))))
 
 
 def _band_width(op: AttentionOp) -> int:

@@ -22,6 +22,7 @@ from attn_dispatch import (
 )
 from attn_dispatch.ir.recognise import recognise
 from attn_dispatch.ir.scores import alibi_slopes
+from attn_dispatch.routes import routes
 
 B, HQ, HKV, SQ, SKV, D = 2, 4, 2, 5, 7, 8
 
@@ -434,6 +435,35 @@ def test_a_four_dimensional_mask_of_a_five_dimensional_call_broadcasts_as_in_tor
     mask = torch.randn(2, 4, 5, 7) if kind == "float" else mask
     want = F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
     torch.testing.assert_close(dispatch.attention(q, k, k, mask, backend=backend), want, atol=1e-5, rtol=1e-4)
+
+
+def test_each_mask_of_one_size_is_read_whatever_the_one_before_it_held():
+    """A route by sizes alone would run the second as the first: a pattern as scattered pairs, or pairs as a pattern."""
+    x = torch.randn(1, 8, 256, 16)
+    causal, scattered = torch.ones(256, 256).tril().bool(), torch.rand(256, 256) > 0.3
+    routes.clear()
+    for mask in (scattered, causal, scattered, ~causal.T, causal):
+        want = F.scaled_dot_product_attention(x, x, x, attn_mask=mask)
+        torch.testing.assert_close(dispatch.attention(x, x, x, mask), want, atol=1e-5, rtol=1e-4)
+    kept = [key for key in routes.table if "tensor" in key]
+    assert [key[0] for key in kept] == ["pairs"]
+
+
+@pytest.mark.parametrize("size", [64, 6000], ids=["compared", "summed"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("backend", ["sdpa_flash", "sdpa_math", "blocked", "onnxruntime"])
+def test_nothing_in_keys_that_a_mask_tensor_excludes_shows_in_small_and_large_results(size, bad, backend):
+    heads = size // 32
+    q, k, v = (torch.randn(2, heads, n, 16) for n in (1, 40, 40))
+    kept = torch.ones(2, 1, 1, 40, dtype=torch.bool)
+    kept[..., 30:] = False
+    want = F.scaled_dot_product_attention(q, k[:, :, :30], v[:, :, :30])
+    for poisoned in (k, v):
+        good = poisoned[:, :, 33].clone()
+        poisoned[:, :, 33] = bad
+        got = dispatch.attention(q, k, v, kept, backend=backend)
+        torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
+        poisoned[:, :, 33] = good
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from attn_dispatch import NoBackendError, dispatch, masks, reference, variants
+from attn_dispatch import NoBackendError, dispatch, masks, reference, tiling, variants
 from attn_dispatch.backend import Raw
 from attn_dispatch.capability import Reason
 from attn_dispatch.device import DeviceFacts
 from attn_dispatch.ir import AttentionOp, Bias, Ref, SoftCap, TensorDesc, verify
-from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths
+from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths, Window
 from attn_dispatch.passes import canonicalise
 from attn_dispatch.registry import current
 from attn_dispatch.rewrites import MAX_CHAIN, Rewritten, merge_parts, trim_lengths
@@ -398,7 +398,12 @@ def test_merge_parts_of_fewer_keys_than_parts_runs_them_whole():
 # --- bands and tile_queries ------------------------------------------------------------------------------------------
 
 
-def test_bands_rule_1_hands_each_block_of_rows_only_the_keys_that_it_may_attend():
+@pytest.fixture
+def blocks_of_64(monkeypatch):
+    monkeypatch.setattr(tiling, "tile_by_block", lambda op: 64)
+
+
+def test_bands_rule_1_hands_each_block_of_rows_only_the_keys_that_it_may_attend(blocks_of_64):
     call = Call(sq=200, skv=200, window=(9, 0))
     close(call.run(Bands()), call.want().out)
     assert call.key_lengths_seen() == [64, 73, 73, 17]
@@ -406,7 +411,7 @@ def test_bands_rule_1_hands_each_block_of_rows_only_the_keys_that_it_may_attend(
     assert all(tensors[1].untyped_storage().data_ptr() == storage for tensors, _ in call.inner)
 
 
-def test_bands_rule_2_does_not_compute_blocks_that_attend_nothing():
+def test_bands_rule_2_does_not_compute_blocks_that_attend_nothing(blocks_of_64):
     call = Call(sq=200, skv=200, window=(9, 0), q_offset=-140, return_lse=True)
     got, want = call.run(Bands()), call.want()
     assert len(call.inner) == 2
@@ -423,12 +428,28 @@ def test_bands_rule_2_gives_rows_that_attend_nothing_the_lse_of_their_sink():
     close(got.lse[0, :, 0], sinks)
 
 
-def test_bands_rule_3_builds_the_bias_of_blocks_that_look_alike_once():
-    call = Call(sq=320, skv=320, window=(9, 0))
-    call.run(Bands())
+def test_bands_rule_3_builds_the_bias_of_blocks_that_look_alike_once(blocks_of_64):
+    call = Call(sq=320, skv=320, window=(70, 0))
+    close(call.run(Bands()), call.want().out)
     biases = [t["tile_bias"] for _, t in call.inner]
-    assert len(biases) == 5
-    assert len({b.data_ptr() for b in biases}) == 2  # the first block, and all others
+    assert [b.shape[-1] for b in biases] == [64, 128, 134, 134, 134]
+    assert len({b.untyped_storage().data_ptr() for b in biases}) == 1  # the first ones are parts of the others
+
+
+def test_bands_cuts_wide_bands_into_larger_blocks_and_a_single_short_head_into_few():
+    """Sizes that were best when measured (tiling.tile_by_block)."""
+    best = {}
+    for heads, dim, window, keys in (
+        (64, 64, 128, 1024),
+        (12, 64, 256, 4096),
+        (8, 128, 1024, 3072),
+        (8, 128, 4096, 6144),
+    ):
+        x = TensorDesc((1, heads, keys, dim), "float32")
+        best[window] = tiling.tile_by_block(AttentionOp(x, x, x, mask=Causal() & Window(window - 1, None)))
+    assert best == {128: 64, 256: 64, 1024: 128, 4096: 256}
+    x = TensorDesc((1, 1, 1024, 64), "float32")
+    assert tiling.tile_by_block(AttentionOp(x, x, x, mask=Causal() & Window(127, None))) == 128
 
 
 def test_bands_rule_4_makes_small_causal_squares_of_causal_chunks():

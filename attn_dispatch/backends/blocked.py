@@ -114,11 +114,12 @@ def _run(op: AttentionOp, block: int, q: torch.Tensor, k: torch.Tensor, v: torch
     if _is_one_tile(op, sq, block):
         out, _ = _tile(op, tiling.Tile((0, sq), (0, skv), offset), None, q.to(acc), k.to(acc), v, t)
         return out.to(q.dtype)
-    bias_of = tiling.TileBias(op, q, k, t)
+    tiles = list(tiling.query_tiles(op, sq, skv, offset, block, t))
+    bias_of = tiling.TileBias(op, q, k, t, tiles)
     sums: list[tuple[tiling.Tile, torch.Tensor | None]] = []
 
     def results() -> Iterator[tuple[tiling.Tile, torch.Tensor | None]]:
-        for tile in tiling.query_tiles(op, sq, skv, offset, block, t):
+        for tile in tiles:
             if tile.is_empty:
                 shape = (q.shape[0], q.shape[1], tile.rows[1] - tile.rows[0])
                 sums.append((tile, reference.empty_lse(op, shape, t, acc, q.device)))

@@ -2,7 +2,8 @@
 
 1. Rows are cut into blocks; the keys of a block are the mask's `key_interval`, a slice without a copy.
 2. A block that attends nothing is not computed: its rows are 0, its lse -inf (or the sink's logit).
-3. What the mask still excludes inside a block becomes an additive tensor, built once for all blocks that look alike.
+3. What the mask still excludes inside a block becomes an additive tensor, built once for all blocks that look alike,
+   or like a part of another.
 4. Causal chunks (``Causal & SameBlock(n)`` from row 0) become small causal squares without any tensor.
 5. `bands` is for masks whose blocks need far fewer keys than there are; `tile_queries` for long queries whose full
    score matrix would not fit, whatever the mask.
@@ -176,12 +177,13 @@ def _run_tiles(
     offset = reference.offset_of(op, sq, skv, t)
     assert isinstance(offset, int)
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    bias_of = tiling.TileBias(op, q, k, t)
+    tiles = list(tiling.query_tiles(op, sq, skv, offset, block, t))
+    bias_of = tiling.TileBias(op, q, k, t, tiles)
     distances = _Distances(op, acc, t)
     log_sums: list[tuple[tiling.Tile, torch.Tensor]] = []
 
     def results() -> Iterator[tuple[tiling.Tile, torch.Tensor | None]]:
-        for tile in tiling.query_tiles(op, sq, skv, offset, block, t):
+        for tile in tiles:
             if tile.is_empty:
                 shape = (q.shape[0], q.shape[1], tile.rows[1] - tile.rows[0])
                 log_sums.append((tile, reference.empty_lse(op, shape, t, acc, q.device)))

@@ -133,8 +133,6 @@ def attention(
         and key_lengths is None
         and query_lengths is None
         and q_offset is None
-        and window is None
-        and softcap is None
         and backend is None
         and layout == "bhsd"
         and return_lse is False
@@ -145,7 +143,8 @@ def attention(
         if attn_mask is not None:
             given, named, mask = (query, key, value, attn_mask), {"attn_mask": attn_mask}, "tensor"
         options: tuple[Any, ...] = (
-            mask, is_causal, dropout_p, scale, enable_gqa, _context(), _deterministic(), forward_ad._current_level,
+            mask, is_causal, dropout_p, scale, enable_gqa, window, softcap,
+            _context(), _deterministic(), forward_ad._current_level,
         )  # fmt: skip
     else:
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant, query)

@@ -139,11 +139,13 @@ class ApplySinks(Rewrite):
 
         def adapt(run: Run) -> Run:
             def outer(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-                out, lse, *_ = run(q, k, v, {n: x for n, x in t.items() if n != name} if len(t) > 1 else {})
-                sink = t[name].to(lse.dtype).view(1, -1, 1)
+                raw = run(q, k, v, {n: x for n, x in t.items() if n != name} if len(t) > 1 else {})
+                out, lse, sink = raw.out, raw.lse, t[name].view(-1, 1)
+                sink = sink if sink.dtype is lse.dtype else sink.to(lse.dtype)
                 # -inf - -inf, of a row without keys, would be NaN
                 least = sink if never_empty else sink.clamp(min=torch.finfo(lse.dtype).min)
-                out = (out * torch.sigmoid(lse - least).unsqueeze(-1)).to(q.dtype)
+                out = out * torch.sigmoid(lse - least).unsqueeze(-1)
+                out = out if out.dtype is q.dtype else out.to(q.dtype)
                 return Raw(out, torch.logaddexp(lse, sink)) if op.outputs.lse else out
 
             return outer

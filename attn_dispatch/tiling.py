@@ -201,7 +201,8 @@ def tile_by_block(op: AttentionOp) -> int:
     if op.device != "cpu":
         return max(64, min(512, 1 << max(width.bit_length() - 1, 0)))
     starts = _START_PAIRS / max(op.B * op.Hq * (op.D + op.Dv) / 2, 1)
-    return max(32, min(512, 1 << round(math.log2(math.sqrt(_COLUMNS_PER_KEY * width + starts)))))
+    best = math.sqrt(_COLUMNS_PER_KEY * width + starts)
+    return 1 << round(math.log2(max(32, min(512, best))))
 
 
 def _band_width(op: AttentionOp) -> int:

@@ -450,6 +450,9 @@ def test_bands_cuts_wide_bands_into_larger_blocks_and_a_single_short_head_into_f
     assert best == {128: 64, 256: 64, 1024: 128, 4096: 256}
     x = TensorDesc((1, 1, 1024, 64), "float32")
     assert tiling.tile_by_block(AttentionOp(x, x, x, mask=Causal() & Window(127, None))) == 128
+    many, far = TensorDesc((4096, 64, 1024, 128), "float32"), TensorDesc((4096, 64, 64, 128), "float32")
+    nothing = AttentionOp(many, far, far, mask=Causal() & Window(0, None), q_offset=4096)  # the middle row sees no key
+    assert tiling.tile_by_block(nothing) == 32
 
 
 def test_bands_rule_4_makes_small_causal_squares_of_causal_chunks():

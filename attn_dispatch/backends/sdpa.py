@@ -114,8 +114,8 @@ def additive_mask(op: AttentionOp) -> MakeMask:
     # as tensors, which spares making them of numbers at each call; under a tracer they would be strangers
     constant = op.device == "cpu" and not op.traced
     with torch.inference_mode(False):
-        seen = torch.zeros((), dtype=dtype) if constant else 0.0
-        hidden = torch.full((), -math.inf, dtype=dtype) if constant else -math.inf
+        seen = torch.zeros((), dtype=dtype, device="cpu") if constant else 0.0
+        hidden = torch.full((), -math.inf, dtype=dtype, device="cpu") if constant else -math.inf
 
     def of_booleans(q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor | None:
         allowed = allowed_of(q, k, t)

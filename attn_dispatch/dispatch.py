@@ -137,7 +137,7 @@ def attention(
         and layout == "bhsd"
         and return_lse is False
         and return_weights is False
-        and (attn_mask is None or type(attn_mask) is _Tensor)
+        and (attn_mask is None or (type(attn_mask) is _Tensor and not attn_mask.is_nested))
     ):  # most calls: the kernel before has emptied the caches, and each function that is entered costs, and each value
         given: tuple[torch.Tensor, ...] = (query, key, value)
         if attn_mask is not None:
@@ -157,7 +157,8 @@ def attention(
         )  # fmt: skip
     run = None
     try:
-        for route in _table.get(options, ()):
+        nested = query.is_nested or key.is_nested or value.is_nested  # torch's guard ends the process for a strided one
+        for route in () if nested else _table.get(options, ()):
             if route.check(*given):
                 if route.runs is None:
                     run = route.run
@@ -167,7 +168,7 @@ def attention(
                 if run is not None and value.size(2) == length:
                     break
                 run = None
-    except TypeError:  # an unhashable or non-tensor argument: the slow path knows what to say about it
+    except (TypeError, AttributeError):  # an unhashable or non-tensor argument: the slow path knows what to say of it
         pass
     if run is not None:
         return run(query, key, value, named if route.operands is None else route.operands(named))
@@ -300,8 +301,9 @@ class _Call:
         if not isinstance(variant, Variant):
             raise InputTypeError(f"variant must be from attn_dispatch.variants, got {variant!r}")
         options = Options(
-            mask, dropout_p, bool(is_causal), scale, enable_gqa, tuple(window) if isinstance(window, list) else window,
-            softcap, None if isinstance(q_offset, torch.Tensor) else q_offset,
+            mask, dropout_p, bool(is_causal), scale, None if enable_gqa is None else bool(enable_gqa),
+            tuple(window) if isinstance(window, list) else window, softcap,
+            None if isinstance(q_offset, torch.Tensor) else q_offset,
             None if variant == _SOFTMAX else variant, layout, bool(return_lse), bool(return_weights),
         )  # fmt: skip
         return cls(tensors, named, options, backend, notes)

@@ -104,6 +104,9 @@ def collect_tensors(
         named["key_lengths"] = key_lengths if is_tensor else _as_tensor("key_lengths", key_lengths, query)
     if isinstance(q_offset, torch.Tensor):
         named["q_offset"] = q_offset
+    for name, x in named.items():
+        if x.is_nested:  # here and not with other mistakes: torch's guard of a warm call ends the process for one
+            raise InputTypeError(f"{name} is a nested tensor", remedy="a padded tensor, or lengths")
     if variant is None or isinstance(variant, SoftmaxVariant):
         return named, mask
     if isinstance(variant, Stateful):

@@ -46,7 +46,7 @@ def recognised(
 
 def worth_reading(mask: torch.Tensor, query: Any, value: Any, layout: Any) -> bool:
     """Whether a mask is read at each call of this shape, which must be possible, and little beside what it saves."""
-    if mask.dtype is not torch.bool or type(mask) is not torch.Tensor:
+    if mask.dtype is not torch.bool or type(mask) is not torch.Tensor or mask.layout is not torch.strided:
         return False
     if type(query) not in _PLAIN or type(value) not in _PLAIN:  # none without values: a model that is exported
         return False

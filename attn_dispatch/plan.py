@@ -341,7 +341,7 @@ def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Reg
         return run
     exact: list[Run] = []
     by_tensor = not reaching.mask.sanitises
-    is_clean = _has_no_nan if op.B * op.Hq * op.Sq * op.Dv <= _FEW else reference.finite
+    is_clean = _has_no_nan if op.B * op.Hq * op.Sq * op.Dv <= _FEW else _sums_without_nan
 
     def guarded(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
         result = run(q, k, v, t)
@@ -361,6 +361,10 @@ _FEW = 1 << 12  # elements up to which comparing one by one is quicker than a su
 
 def _has_no_nan(x: torch.Tensor) -> bool:
     return torch.equal(x, x)
+
+
+def _sums_without_nan(x: torch.Tensor) -> bool:
+    return reference.finite(x) or torch.equal(x, x)  # an infinity that is attended is as it should be
 
 
 def _excludes_keys(op: AttentionOp) -> bool:

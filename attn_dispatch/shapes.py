@@ -27,6 +27,8 @@ def asked(query: Any, key: Any, value: Any) -> str:
     def one(name: str, x: Any) -> str:
         if not isinstance(x, torch.Tensor):
             return f"{name} {type(x).__name__}"
+        if x.is_nested:  # a strided one has no sizes
+            return f"{name} nested {short_dtype(dtype_name(x.dtype))}"
         return f"{name} {list(x.shape)} {short_dtype(dtype_name(x.dtype))}"
 
     where = f"   {query.device}" if isinstance(query, torch.Tensor) else ""
@@ -57,6 +59,9 @@ def check_tensors(
         raise InputTypeError(
             f"dtype {dtype_name(query.dtype)} is not a floating-point type of attention", asked=text, remedy=remedy
         )
+    for name, x in named.items():
+        if x.layout != torch.strided:
+            raise InputTypeError(f"{name} has layout {x.layout}; it must be strided", asked=text, remedy="x.to_dense()")
     for name, x in {**main, **named}.items():
         if x.device != query.device:
             remedy = f"{name}.to({str(query.device)!r})"

@@ -150,6 +150,11 @@ def slice_terms(op: AttentionOp, tile: Tile, t: Operands) -> dict[str, torch.Ten
     return {name: slice_bias(x, tile) if name in biases else x for name, x in t.items()}
 
 
+def differentiated(op: AttentionOp, t: Operands) -> list[torch.Tensor]:
+    """The operands that want a gradient."""
+    return [t[name] for name in op.grad if name in t]
+
+
 def join_rows(
     parts: Iterator[tuple[Tile, torch.Tensor | None]],
     q: torch.Tensor,

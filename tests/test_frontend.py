@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from attn_dispatch import (
     InputError,
@@ -464,6 +465,48 @@ def test_nothing_in_keys_that_a_mask_tensor_excludes_shows_in_small_and_large_re
         got = dispatch.attention(q, k, v, kept, backend=backend)
         torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-4)
         poisoned[:, :, 33] = good
+
+
+def test_an_infinity_that_is_attended_is_the_same_in_small_and_large_results():
+    k, v = torch.zeros(1, 1, 20, 8), torch.zeros(1, 1, 20, 8)
+    v[0, 0, 0] = math.inf
+    rows = [dispatch.attention(torch.ones(1, 1, n, 8), k, v, key_lengths=torch.tensor([10])) for n in (1, 600)]
+    assert torch.equal(rows[0][:, :, :1], rows[1][:, :, :1])
+
+
+@pytest.mark.parametrize("place", ["query", "key", "attn_mask", "sinks"])
+def test_a_strided_nested_tensor_after_a_warm_call_is_refused(place):
+    """torch's C++ guard of a warm call ends the process when it asks a strided nested tensor for its sizes."""
+    x, mask, sinks = torch.randn(1, 8, 20, 16), torch.ones(1, 1, 1, 20, dtype=torch.bool), torch.randn(8)
+    given = {"query": x, "key": x.clone(), "value": x.clone()}
+    given |= {"attn_mask": mask} if place == "attn_mask" else {"sinks": sinks} if place == "sinks" else {}
+    for _ in range(2):
+        dispatch.attention(**given)
+    nested = torch.nested.nested_tensor([torch.randn(2, 3, 16), torch.randn(2, 4, 16)])
+    with pytest.raises(InputTypeError, match="nested"):
+        dispatch.attention(**given | {place: nested})
+
+
+def test_a_sparse_mask_is_refused_by_name():
+    x = torch.randn(1, 8, 256, 16)
+    with pytest.raises(InputTypeError, match=r"attn_mask has layout torch.sparse_coo"):
+        dispatch.attention(x, x, x, torch.ones(256, 256, dtype=torch.bool).to_sparse())
+
+
+def test_enable_gqa_of_0_is_false():
+    q, k = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8)
+    for _ in range(2):
+        with pytest.raises(InputError, match="enable_gqa is False"):
+            dispatch.attention(q, k, k, enable_gqa=0)
+
+
+@pytest.mark.parametrize("backend", ["sdpa_math", "sdpa_flash"])
+def test_a_plan_with_lengths_serves_fake_tensors(backend):
+    x, lengths = torch.randn(2, 4, 64, 16), torch.tensor([5, 60])
+    made = dispatch.plan(x, x, x, query_lengths=lengths, backend=backend)
+    with FakeTensorMode() as mode:
+        one, of = mode.from_tensor(x), mode.from_tensor(lengths)
+        assert made(one, one, one, query_lengths=of).shape == x.shape
 
 
 @pytest.mark.parametrize("name", ["scale", "softcap"])

@@ -16,7 +16,7 @@ from attn_dispatch.backend import Raw
 from attn_dispatch.capability import Reason
 from attn_dispatch.device import DeviceFacts
 from attn_dispatch.ir import AttentionOp, Bias, Ref, SoftCap, TensorDesc, verify
-from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths, Window
+from attn_dispatch.ir.atoms import Causal, Dense, Full, KeyLengths, KeyRange, Window
 from attn_dispatch.passes import canonicalise
 from attn_dispatch.registry import current
 from attn_dispatch.rewrites import MAX_CHAIN, Rewritten, merge_parts, trim_lengths
@@ -418,6 +418,19 @@ def test_bands_rule_2_does_not_compute_blocks_that_attend_nothing(blocks_of_64):
     close(got.out, want.out)
     close(got.lse, want.lse)
     assert (got.out[:, :, :128] == 0).all()
+
+
+@pytest.mark.parametrize("backend", [None, "blocked", "eager"])
+@pytest.mark.parametrize("slopes", [False, True])
+def test_where_no_pair_attends_each_gradient_is_0_and_none_is_missing(backend, slopes):
+    q = torch.randn(1, 4, 200, 8, requires_grad=True)
+    k = torch.randn(1, 4, 700, 8, requires_grad=True)
+    bias = torch.rand(4, requires_grad=True) if slopes else torch.randn(1, 4, 200, 700, requires_grad=True)
+    mask = Causal() & KeyRange(5, 120) & Window(30, None)
+    if slopes and backend == "blocked":
+        backend = "materialise_bias > blocked"
+    out = dispatch.attention(q, k, k, mask, q_offset=-225, bias=bias, backend=backend)
+    assert all((x == 0).all() for x in torch.autograd.grad(out.sum(), [q, k, bias]))
 
 
 def test_bands_rule_2_gives_rows_that_attend_nothing_the_lse_of_their_sink():

@@ -131,7 +131,7 @@ def _run(op: AttentionOp, block: int, q: torch.Tensor, k: torch.Tensor, v: torch
             yield tile, out.to(q.dtype)
 
     keep_graph = bool(op.grad)
-    out = tiling.join_rows(results(), q, v.shape[3], 0.0, keep_graph, (k, v))
+    out = tiling.join_rows(results(), q, v.shape[3], 0.0, keep_graph, (k, v, *tiling.differentiated(op, t)))
     return Raw(out, tiling.join_rows(iter(sums), q, 0, -math.inf, keep_graph)) if op.outputs.lse else out
 
 

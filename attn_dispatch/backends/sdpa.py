@@ -101,6 +101,15 @@ def _columns(kept: torch.Tensor) -> torch.Tensor:
     return kept.view(-1, 1, 1, kept.size(-1))
 
 
+def _constants(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """0 and -inf as tensors, which spares making them of numbers at each call."""
+    with torch.inference_mode(False):
+        return torch.zeros((), dtype=dtype, device="cpu"), torch.full((), -math.inf, dtype=dtype, device="cpu")
+
+
+_CONSTANTS = {d: _constants(d) for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
+
+
 def additive_mask(op: AttentionOp) -> MakeMask:
     """All masks and biases of the op as one float tensor in the op's dtype (fp32 biases stay fp32 for half precision).
 
@@ -109,20 +118,17 @@ def additive_mask(op: AttentionOp) -> MakeMask:
     """
     allowed_of = boolean_mask(op)
     names = [term.bias.name for term in op.score if isinstance(term, Bias)]
-    dtype = getattr(torch, op.dtype)
-
-    # as tensors, which spares making them of numbers at each call; under a tracer they would be strangers
-    constant = op.device == "cpu" and not op.traced
-    with torch.inference_mode(False):
-        seen = torch.zeros((), dtype=dtype, device="cpu") if constant else 0.0
-        hidden = torch.full((), -math.inf, dtype=dtype, device="cpu") if constant else -math.inf
+    dtype, on_cpu = getattr(torch, op.dtype), op.device == "cpu" and not op.traced
+    seen, hidden = _CONSTANTS[dtype]
 
     def of_booleans(q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor | None:
         allowed = allowed_of(q, k, t)
         if allowed is None:
             return None
-        mask = torch.where(allowed, seen, hidden)
-        return mask if constant or mask.dtype is dtype else mask.to(dtype)
+        if type(allowed) is torch.Tensor and on_cpu:
+            return torch.where(allowed, seen, hidden)
+        mask = torch.where(allowed, 0.0, -math.inf)  # constants would be strangers to a fake or traced tensor
+        return mask if mask.dtype is dtype else mask.to(dtype)
 
     def make(q: torch.Tensor, k: torch.Tensor, t: Operands) -> torch.Tensor | None:
         allowed = allowed_of(q, k, t)

@@ -201,7 +201,7 @@ def _run_tiles(
             yield tile, part
 
     keep_graph = bool(op.grad) or op.higher_order
-    out = tiling.join_rows(results(), q, v.shape[3], 0.0, keep_graph, (k, v))
+    out = tiling.join_rows(results(), q, v.shape[3], 0.0, keep_graph, (k, v, *tiling.differentiated(op, t)))
     if not op.outputs.lse:
         return out
     return Raw(out, tiling.join_rows(iter(log_sums), q, 0, float("-inf"), keep_graph))

@@ -223,8 +223,9 @@ class _Turn:
         sums: list[tuple[tiling.Tile, torch.Tensor | None]] = []
         out = tiling.join_rows(self._tiles(sums), self.q, self.v.shape[3], 0.0, keep_graph)
         lse = tiling.join_rows(iter(sums), self.q, 0, -math.inf, keep_graph) if self.op.outputs.lse else None
-        if keep_graph:  # where no block attends anything, the gradients of key and value are 0 and not missing
-            out = out + (self.k[..., :0].sum() + self.v[..., :0].sum())
+        if keep_graph:  # where no block attends anything, the gradients of all are 0 and not missing
+            others = (self.k, self.v, *tiling.differentiated(self.op, self.tensors))
+            out = out + sum(x[..., :0].sum() for x in others)
         if self.union.rows is not None:
             out, lse = self._global_rows(out, lse, keep_graph)
         return out if lse is None else Raw(out, lse)

@@ -419,6 +419,24 @@ def test_an_op_that_cannot_be_measured_is_named_and_the_rest_goes_on(tiny, monke
     assert "tiny prefill 16" in printed
 
 
+def test_a_noisy_row_is_measured_again_and_the_quieter_time_counts_whatever_it_says(tiny, monkeypatch, capsys):
+    spreads = {"tiny prefill 16": [50.0, 5.0], "tiny decode 16": [5.0, 1.0]}
+    medians = {"tiny prefill 16": [100.0, 130.0], "tiny decode 16": [100.0, 50.0]}
+    turns: list[str] = []
+
+    def measured(name: str, op: AttentionOp, *rest: Any) -> Row:
+        turn = turns.count(name)
+        turns.append(name)
+        return Row(name, op, "eager", "", (Line("ours", "ours", medians[name][turn], spreads[name][turn]),))
+
+    monkeypatch.setattr(main, "measure", measured)
+    report: list[Any] = []
+    monkeypatch.setattr(main, "_show", lambda found, console: report.append(found))
+    assert main.run_suite(str(tiny), None, QUICK, "none") == 0
+    assert sorted(turns) == ["tiny decode 16", "tiny prefill 16", "tiny prefill 16"]
+    assert {row.name: row.ours_us for row in report[0].rows} == {"tiny prefill 16": 130.0, "tiny decode 16": 100.0}
+
+
 def test_a_run_that_is_killed_leaves_the_rows_that_it_has(tiny, tmp_path, monkeypatch):
     real = main.measure
 
@@ -636,7 +654,8 @@ def test_a_run_on_another_device_moves_the_ops_and_names_that_device(tiny, monke
     monkeypatch.setattr(main, "measure", measured)
     done = CliRunner().invoke(app, ["bench", str(tiny), "--device", "npu", "--peers", "none"])
     assert done.exit_code == 0, done.output
-    assert seen == ["npu"] * 4
+    assert set(seen) == {"npu"}
+    assert len(seen) >= 4  # a row that is noisy is measured again
 
 
 def test_a_device_that_cannot_be_timed_is_refused_before_the_first_row(tiny, monkeypatch):

@@ -1056,6 +1056,13 @@ def test_show_says_that_there_is_nothing(in_force: Callable[..., None], write: C
     assert "  none" in run("show").stdout.splitlines()
 
 
+def test_show_lists_the_options_of_backends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("attn_dispatch.selection.pins.current_pins", lambda: Pins(options={"wall": {"tile": 32}}))
+    lines = run("show").stdout.splitlines()
+    assert lines[lines.index("options of backends") + 1] == "  wall.tile = 32"
+    assert json.loads(run("show", "--json").stdout)["backends"] == {"wall": {"tile": 32}}
+
+
 def tuned(winner: str, times: dict[str, float], op: AttentionOp | None = None) -> str:
     entry = {"op": (op or an_op()).to_dict(), "use": [winner], "medians_us": times}
     return yaml.safe_dump({"schema": 1, "tuned": [entry]})
@@ -1096,6 +1103,17 @@ def test_diff_sees_another_order(write: Callable[..., Path]) -> None:
     one, two = "  - {when: {heads: 1}, use: eager}\n", "  - {when: {batch: 1}, use: blocked}\n"
     a, b = write(P + one + two, "a.yaml"), write(P + two + one, "b.yaml")
     assert [difference.kind for difference in differences(a, b)] == ["other order"]
+
+
+def test_diff_tells_of_options_of_backends(write: Callable[..., Path]) -> None:
+    a = write("schema: 1\nbackends: {vendor: {tile: 32, fast: true}, other: {x: 1}}", "a.yaml")
+    b = write("schema: 1\nbackends: {vendor: {tile: 64, fast: true, deep: 2}}", "b.yaml")
+    assert [str(difference) for difference in differences(a, b)] == [
+        "changed         option: vendor.tile\n  A  32\n  B  64",
+        "only in A       option: other.x\n  A  1",
+        "only in B       option: vendor.deep\n  B  2",
+    ]
+    assert differences(a, a) == []
 
 
 def test_diff_of_a_broken_file_raises(write: Callable[..., Path]) -> None:

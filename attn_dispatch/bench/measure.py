@@ -99,6 +99,13 @@ class Row:
         return next((line.median_us for line in self.lines if line.kind == "ours"), None)
 
     @property
+    def noise(self) -> float:
+        """The spread of ours or of the fastest, the larger, as a part of its time; 0 where none was timed in rounds."""
+        fastest = self.fastest("ours", "candidate", "torch", "peer")
+        both = [line for line in self.lines if line.kind == "ours" or line is fastest]
+        return max((line.spread_us / line.median_us for line in both if line.spread_us and line.median_us), default=0.0)
+
+    @property
     def over_given(self) -> float | None:
         """Over SDPA as given."""
         return self._over(next((line for line in self.lines if line.name == "sdpa"), None))

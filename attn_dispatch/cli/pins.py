@@ -105,7 +105,8 @@ def _shown(pins: Pins) -> dict[str, Any]:
         parts = {"where": pin.where, "when": str(pin.when), "device": pin.device, "mode": pin.mode}
         return {**parts, "use": list(pin.use), "avoid": list(pin.avoid), "unknown": list(pin.unknown)}
 
-    return {"pins": [one(pin) for pin in pins.pins], "files": [vars(file) for file in pins.files]}
+    files = [vars(file) for file in pins.files]
+    return {"pins": [one(pin) for pin in pins.pins], "backends": pins.options, "files": files}
 
 
 def _lines(pins: Pins) -> list[str]:
@@ -115,11 +116,18 @@ def _lines(pins: Pins) -> list[str]:
         lines.append(f"  {n:>3}  {_wish(pin)}   when {when}   {pin.where}")
         lines += [f"       ignored: nobody registered {', '.join(pin.unknown)}"] if pin.unknown else []
     lines += [] if pins.pins else ["  none"]
+    if pins.options:
+        lines += ["", "options of backends", *(f"  {name} = {value!r}" for name, value in _flat(pins.options).items())]
     lines += ["", "files, strongest first"]
     for file in pins.files:
         state = f"skipped: {file.skipped}" if file.skipped else f"{file.pins} pins, {file.tuned} tuned"
         lines.append(f"  {file.path}   {state}")
     return lines if pins.files else [*lines, "  none"]
+
+
+def _flat(options: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """``{"tiled.tile": 32}``"""
+    return {f"{name}.{option}": value for name, given in options.items() for option, value in given.items()}
 
 
 def _wish(pin: Pin) -> str:
@@ -166,7 +174,8 @@ class Difference:
 def differences(a: Path, b: Path) -> list[Difference]:
     """How two pin files differ, whatever hardware they are for.
 
-    Pins differ in what they ask of the same ops, or in order; tuned entries in their winner: times always differ.
+    Pins differ in what they ask of the same ops, or in order; options of backends in their value; tuned entries in
+    their winner: times always differ.
 
     Raises:
         ConfigError: a file that cannot be used.
@@ -185,6 +194,12 @@ def differences(a: Path, b: Path) -> list[Difference]:
     found += [Difference("changed", key, wishes[0][key], wishes[1][key]) for key in changed]
     if both != [key for key in wishes[1] if key in wishes[0]]:
         found.append(Difference("other order", "pins that both have stand in another order; the first match decides"))
+    options = [_flat(file.backends) for file in files]
+    for name in {**options[0], **options[1]}:
+        texts = [repr(given[name]) if name in given else "" for given in options]
+        if texts[0] != texts[1]:
+            kind = "changed" if all(texts) else "only in A" if texts[0] else "only in B"
+            found.append(Difference(kind, f"option: {name}", *texts))
     tuned = _by_op([file.tuned for file in files])
     found += _sides(*({k: _times(e, [e["use"][0]]) for k, e in entries.items()} for entries in tuned))
     for key in (key for key in tuned[0] if key in tuned[1]):

@@ -279,11 +279,10 @@ class _Call:
             notes.append(f"pages gathered into {key.shape[1 if layout == 'bshd' else 2]} rows")
         if return_state or state is not None:
             variant = stateful(variant, state, return_state)
-        if isinstance(attn_mask, torch.Tensor):
-            placed = window is not None or is_causal or q_offset is not None
-            if not placed and worth_reading(attn_mask, query, value, layout):
-                attn_mask, q_offset, note = recognised(attn_mask, query, value, bias, variant, layout)
-                notes += [note] if note else []
+        is_tensor = isinstance(attn_mask, torch.Tensor)
+        if is_tensor and worth_reading(attn_mask, query, value, layout, window, is_causal, q_offset):
+            attn_mask, q_offset, note = recognised(attn_mask, query, value, bias, variant, layout)
+            notes += [note] if note else []
         named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant, query)
         return cls.sorted(
             (query, key, value), named, mask, notes, dropout_p, is_causal, scale, enable_gqa, window, softcap,
@@ -359,11 +358,10 @@ def _slow(
                 return _again(tensors, rest)
         if _is_list_of(str, backend) or _is_list_of(int, window):  # as tuples they can be part of a key
             return _again((query, key, value), tuple(tuple(x) if isinstance(x, list) else x for x in rest))
-        placed = window is not None or is_causal or q_offset is not None
-        if mask == "tensor" and not placed and worth_reading(attn_mask, query, value, layout):
+        if mask == "tensor" and worth_reading(attn_mask, query, value, layout, window, is_causal, q_offset):
             read, offset, _ = recognised(attn_mask, query, value, bias, variant, layout)
             if isinstance(read, Mask):
-                return _again((query, key, value), (read, *rest[1:11], offset, *rest[12:]))
+                return _again((query, key, value), rest, attn_mask=read, q_offset=offset)
             options = ("pairs", *options)  # `attention` must not find it: the next mask of these sizes is read as well
             for route in _table.get(options, ()) if _is_hashable(options) else ():
                 if route.check(query, key, value, *named.values()):
@@ -395,10 +393,10 @@ def _is_hashable(options: tuple[Any, ...]) -> bool:
     return True
 
 
-def _again(tensors: Sequence[torch.Tensor], rest: tuple[Any, ...]) -> Any:
+def _again(tensors: Sequence[torch.Tensor], rest: tuple[Any, ...], **changes: Any) -> Any:
     """`attention` with other tensors or another form of the same options."""
     query, key, value = tensors
-    return attention(query, key, value, **dict(zip(varlen.ARGUMENTS, rest, strict=True)))
+    return attention(query, key, value, **dict(zip(varlen.ARGUMENTS, rest, strict=True)) | changes)
 
 
 def _key_is_whole() -> bool:

@@ -294,9 +294,7 @@ class _Builder:
                 kept = view(m)[0, 0, 0] if shared else view(m).flatten(1)
                 return kept.expand(*kept.shape[:-1], skv) if narrow else kept
 
-            def of_rank_4(
-                m: torch.Tensor,
-            ) -> torch.Tensor:  # one step where it can be: each padded decode step comes here
+            def of_rank_4(m: torch.Tensor) -> torch.Tensor:  # in one step: each padded decode step comes here
                 return m.view(sizes)
 
             sizes = (skv,) if shared else (packed.shape[0], skv)

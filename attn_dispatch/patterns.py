@@ -23,7 +23,7 @@ def recognised(
     """A mask tensor as the pattern that it holds, the offset at which it holds it, and a note; as given without one.
 
     Args:
-        attn_mask: one that is `worth_reading`, of a call that says nothing else about positions.
+        attn_mask: one that is `worth_reading`.
     """
     inner = variant.inner if isinstance(variant, Stateful) else variant
     linear = isinstance(inner, (LinearAttention, Retention))
@@ -44,8 +44,12 @@ def recognised(
     return found, offset, f"attn_mask recognised as {found} at q_offset {offset}"
 
 
-def worth_reading(mask: torch.Tensor, query: Any, value: Any, layout: Any) -> bool:
+def worth_reading(
+    mask: torch.Tensor, query: Any, value: Any, layout: Any, window: Any, is_causal: Any, q_offset: Any
+) -> bool:
     """Whether a mask is read at each call of this shape, which must be possible, and little beside what it saves."""
+    if window is not None or is_causal or q_offset is not None:
+        return False  # the call has positions of its own, which a pattern's might contradict
     if mask.dtype is not torch.bool or type(mask) is not torch.Tensor or mask.layout is not torch.strided:
         return False
     if type(query) not in _PLAIN or type(value) not in _PLAIN:  # none without values: a model that is exported

@@ -36,14 +36,15 @@ class Tile:
         """These rows attend nothing."""
         return self.keys[0] >= self.keys[1]
 
+    @property
+    def width(self) -> int:
+        """How many keys."""
+        return self.keys[1] - self.keys[0]
 
-def _width(tile: Tile) -> int:
-    return tile.keys[1] - tile.keys[0]
-
-
-def _from_the_end(tile: Tile) -> tuple[int, int]:
-    """Rows, and how far the last key is from the first row: who agrees in both differs in its first keys alone."""
-    return tile.rows[1] - tile.rows[0], _width(tile) - tile.q_offset
+    @property
+    def from_the_end(self) -> tuple[int, int]:
+        """Rows, and how far the last key is from the first row: who agrees in both differs in its first keys alone."""
+        return self.rows[1] - self.rows[0], self.width - self.q_offset
 
 
 def query_tiles(op: AttentionOp, sq: int, skv: int, offset: int, block: int, t: Operands) -> Iterator[Tile]:
@@ -80,8 +81,8 @@ class TileBias:
         self._moves = all(atom.positional and not atom.refs() for atom in _leaves(op)) and _shift_invariant(op)
         self._seen: dict[tuple[int, ...], torch.Tensor | None] = {}
         self._widest: dict[tuple[int, int], Tile] = {}
-        for tile in sorted(tiles, key=_width):
-            self._widest[_from_the_end(tile)] = tile
+        for tile in sorted(tiles, key=lambda tile: tile.width) if self._moves else ():
+            self._widest[tile.from_the_end] = tile
 
     @property
     def repeats(self) -> bool:
@@ -92,14 +93,14 @@ class TileBias:
         """The additive mask ``[.., rows, keys]`` in q's dtype; None when every pair of the tile attends."""
         if not self._moves:
             return self._build(tile)
-        looks = (*_from_the_end(tile), _width(tile))
+        looks = (*tile.from_the_end, tile.width)
         if looks not in self._seen:
-            widest = self._widest.get(looks[:2], tile)
-            if _width(widest) <= _width(tile):
+            widest = self._widest.get(tile.from_the_end, tile)
+            if widest.width <= tile.width:
                 self._seen[looks] = self._build(tile)
             else:
                 whole = self(widest)
-                self._seen[looks] = None if whole is None or self._is_full(tile) else whole[..., -_width(tile) :]
+                self._seen[looks] = None if whole is None or self._is_full(tile) else whole[..., -tile.width :]
         return self._seen[looks]
 
     def _build(self, tile: Tile) -> torch.Tensor | None:
@@ -123,7 +124,7 @@ class TileBias:
     def _is_full(self, tile: Tile) -> bool:
         if not self._moves:
             return False
-        rows, keys = tile.rows[1] - tile.rows[0], _width(tile)
+        rows, keys = tile.rows[1] - tile.rows[0], tile.width
         states = self._op.mask.tiles(rows, keys, rows, keys, tile.q_offset)
         return bool((states == FULL).all())
 

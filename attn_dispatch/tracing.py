@@ -77,12 +77,15 @@ def _is_sdpa(
     return attn_mask.dtype == torch.bool or attn_mask.dtype == query.dtype
 
 
-@torch.compiler.assume_constant_result
 def _somebody_chose() -> bool:
     """Whether a file or an earlier measurement may choose: read once, while the graph is traced."""
     from attn_dispatch.selection.tuned import may_choose
 
     return may_choose()
+
+
+# What `torch.compiler.assume_constant_result` does, which imports Dynamo for it: a second of every ``import``.
+_somebody_chose._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def compiled(

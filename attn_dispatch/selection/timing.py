@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
-from torch.utils.benchmark import Timer
 
 from attn_dispatch.errors import InputError
 
@@ -122,6 +121,8 @@ class _Clock:
 
 def _once_cpu(f: Callable[[], object]) -> Callable[[int], float]:
     """Seconds per call, each after an operation of torch that is not counted."""
+    from torch.utils.benchmark import Timer  # late: it loads setuptools, a tenth of a second
+
     clock, beside = _Clock(), torch.zeros(_BESIDE)
     timer = Timer(
         "beside.add_(1.0)\nbegan = now()\nf()\nclock.seconds += now() - began",

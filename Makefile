@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+LOOKUP := $(VENV)/.lookup
 # The same packages with the newest onnxruntime in place of onnxruntime-gpu, whose releases lag; never both in one.
 ORT_VENV ?= .venv-onnxruntime
 ORT_STAMP := $(ORT_VENV)/.installed
@@ -25,10 +26,15 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps fla-core attn-gym torchscale einops -c constraints.txt
 	touch $@
 
-demo: $(STAMP)
+# The C++ lookup; without a compiler it stays in Python, which the tests of it say.
+$(LOOKUP): attn_dispatch/native/lookup.cpp $(STAMP)
+	$(BIN)/attn-dispatch build || echo "the lookup stays in Python"
+	touch $@
+
+demo: $(LOOKUP)
 	$(BIN)/attn-dispatch demo
 
-test: $(STAMP)
+test: $(LOOKUP)
 	$(BIN)/python -m pytest -n 2
 
 # Links to the packages of the first environment instead of a second torch. pip sees its own onnxruntime and no other.
@@ -65,8 +71,9 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m attn_dispatch.cli.docs
 
-bench: $(STAMP)
+bench: $(LOOKUP)
 	$(BIN)/attn-dispatch bench
 
 clean:
+	rm -f attn_dispatch/native/lookup-*
 	rm -rf $(VENV) $(ORT_VENV) $(PLUGIN_VENV) build dist *.egg-info

@@ -24,7 +24,7 @@ from attn_dispatch.patterns import recognised, worth_reading
 from attn_dispatch.plan import Plan, make_plan
 from attn_dispatch.registry import current
 from attn_dispatch.report import Report, make_report
-from attn_dispatch.routes import routes
+from attn_dispatch.routes import find, routes
 from attn_dispatch.select import select
 from attn_dispatch.selection.decide import Request
 from attn_dispatch.variants import LinearState, Softmax, Variant, stateful, variant_key
@@ -35,9 +35,11 @@ __all__ = ["attention", "capture", "explain", "plan", "replace_sdpa", "select", 
 _SOFTMAX = Softmax()
 _NO_OPERANDS: dict[str, torch.Tensor] = {}
 _table = routes.table  # the same dict for ever; a name of this module is one lookup less
+_find = find
 _context = context.active.get
 _deterministic = torch._C._get_deterministic_algorithms
 _Tensor = torch.Tensor
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _tracing = torch.compiler.is_dynamo_compiling
 
 
@@ -129,7 +131,6 @@ def attention(
     if (
         variant is _SOFTMAX
         and bias is None
-        and sinks is None
         and key_lengths is None
         and query_lengths is None
         and q_offset is None
@@ -138,12 +139,16 @@ def attention(
         and return_lse is False
         and return_weights is False
         and (attn_mask is None or (type(attn_mask) is _Tensor and not attn_mask.is_nested))
+        and (sinks is None or (type(sinks) in _PLAIN and not sinks.is_nested))
     ):  # most calls: the kernel before has emptied the caches, and each function that is entered costs, and each value
         given: tuple[torch.Tensor, ...] = (query, key, value)
+        names: tuple[str, ...] = ()
         if attn_mask is not None:
-            given, named, mask = (query, key, value, attn_mask), {"attn_mask": attn_mask}, "tensor"
+            given, names, named, mask = (*given, attn_mask), ("attn_mask",), {"attn_mask": attn_mask}, "tensor"
+        if sinks is not None:
+            given, names, named = (*given, sinks), (*names, "sinks"), {**named, "sinks": sinks}
         options: tuple[Any, ...] = (
-            mask, is_causal, dropout_p, scale, enable_gqa, window, softcap,
+            names, is_causal, dropout_p, scale, enable_gqa, window, softcap,
             _context(), _deterministic(), forward_ad._current_level,
         )  # fmt: skip
     else:
@@ -155,23 +160,9 @@ def attention(
             softcap, layout, return_lse, return_weights, backend,
             _context(), _deterministic(), forward_ad._current_level,
         )  # fmt: skip
-    run = None
-    try:
-        nested = query.is_nested or key.is_nested or value.is_nested  # torch's guard ends the process for a strided one
-        for route in () if nested else _table.get(options, ()):
-            if route.check(*given):
-                if route.runs is None:
-                    run = route.run
-                    break
-                length = key.size(2)  # left open by the guard: one run per bucket
-                run = route.runs.get((length - 1).bit_length())
-                if run is not None and value.size(2) == length:
-                    break
-                run = None
-    except (TypeError, AttributeError):  # an unhashable or non-tensor argument: the slow path knows what to say of it
-        pass
+    run = _find(_table, options, given)
     if run is not None:
-        return run(query, key, value, named if route.operands is None else route.operands(named))
+        return run(query, key, value, named)
     return _slow(
         options, named, mask, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap,
         bias, sinks, query_lengths, key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,
@@ -363,10 +354,9 @@ def _slow(
             if isinstance(read, Mask):
                 return _again((query, key, value), rest, attn_mask=read, q_offset=offset)
             options = ("pairs", *options)  # `attention` must not find it: the next mask of these sizes is read as well
-            for route in _table.get(options, ()) if _is_hashable(options) else ():
-                if route.check(query, key, value, *named.values()):
-                    operands = named if route.operands is None else route.operands(named)
-                    return route.run(query, key, value, operands)
+            run = _find(_table, options, (query, key, value, *named.values()))
+            if run is not None:
+                return run(query, key, value, named)
     call = _Call.sorted(
         (query, key, value), named, mask, [], dropout_p, is_causal, scale, enable_gqa, window, softcap, q_offset,
         variant, layout, return_lse, return_weights, backend,

@@ -10,7 +10,8 @@
     ├── UnknownBackendError (ValueError) a name that no registered backend, rewrite or chain has
     ├── ConfigError (ValueError)         a file or an environment variable that cannot be used
     ├── ExportError (RuntimeError)       a model, or an op of it, cannot be written as ONNX as asked, or is wrong there
-    └── BackendError (RuntimeError)      a backend broke its contract while it was compiled or run
+    ├── BackendError (RuntimeError)      a backend broke its contract while it was compiled or run
+    └── BuildError (RuntimeError)        the C++ lookup could not be compiled here
 
     AttnDispatchWarning (UserWarning)
     ├── PluginWarning                    a plugin was set aside; said once, when it is discovered
@@ -29,6 +30,7 @@ __all__ = [
     "AttnDispatchError",
     "AttnDispatchWarning",
     "BackendError",
+    "BuildError",
     "ConfigError",
     "ConfigWarning",
     "ExportError",
@@ -106,6 +108,10 @@ class ExportError(AttnDispatchError, RuntimeError):
 
 class BackendError(AttnDispatchError, RuntimeError):
     """A backend broke its contract while it was compiled or run; the message names it and its distribution."""
+
+
+class BuildError(AttnDispatchError, RuntimeError):
+    """The C++ lookup could not be compiled here; everything works without it."""
 
 
 class AttnDispatchWarning(UserWarning):

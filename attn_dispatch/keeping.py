@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from attn_dispatch.backend import Run
 from attn_dispatch.ir.ops import END, AttentionOp, bucket
 from attn_dispatch.ir.scores import Alibi
 from attn_dispatch.passes import canonicalise
@@ -35,7 +36,7 @@ def keep_route(
     tensors = (query, key, value, *named.values())
     prepare = made.binding.prepare
     as_given = all(step is None for _, step in prepare) and [name for name, _ in prepare] == list(named)
-    operands = None if as_given else made.binding.operands
+    run = made.run if as_given else _prepared(made)
     length = key.size(2) if key.ndim == 4 and _know_no_length(named, made) else 0
     others = routes.table.get(options, ()) if length else ()
     opened = next((r for r in others if r.runs is not None and r.check(*tensors)), None)
@@ -43,12 +44,18 @@ def keep_route(
     if (opened is not None or like is not None) and _is_right_for_its_bucket(made):
         index = (length - 1).bit_length()
         if opened is not None and opened.runs is not None:
-            opened.runs[index] = made.run
+            opened.runs[index] = run
             return
         guard = make_guard(tensors, open_key_length=True)
-        routes.add(options, Route(guard, made.run, operands, 0, {index: made.run}), replaces=like)
+        routes.add(options, Route(guard, run, 0, {index: run}), replaces=like)
         return
-    routes.add(options, Route(make_guard(tensors), made.run, operands, length))
+    routes.add(options, Route(make_guard(tensors), run, length))
+
+
+def _prepared(made: Plan) -> Run:
+    """The run of a plan that makes its operands of the tensors of the call."""
+    run, operands = made.run, made.binding.operands
+    return lambda q, k, v, named: run(q, k, v, operands(named))
 
 
 # Tensors that stay as they are when the keys grow. Others (masks, biases, lists) have a size or a check of that length.

@@ -1,10 +1,13 @@
 """The warm path: from the arguments of a call to a compiled plan in about a microsecond.
 
 A table maps the options of a call (everything that is not a tensor) to a few routes. A route is a guard over the
-tensors and the plan's ``run``. The guard is torch's own `TensorGuards`, the C++ object with which Dynamo guards a
-graph: one call of 0.3 us compares type, dispatch keys (device, autocast, vmap, inference), dtype, requires_grad and
-grad mode, sizes and strides of all tensors. Reading the same facts in Python costs five times as much. It is not
-public, so `PythonGuard` says the same in plain Python and is used where it is missing.
+tensors and what to run behind it; `find` gives the run of the first route whose guard holds.
+
+`find` and the guard are C++ where ``attn-dispatch build`` has compiled them (`attn_dispatch.native`), and Python
+elsewhere. The guard there is torch's own `TensorGuards`, the C++ object with which Dynamo guards a graph: one call of
+0.5 us compares type, dispatch keys (device, autocast, vmap, inference), dtype, requires_grad and grad mode, sizes and
+strides of all tensors. Reading the same facts in Python costs five times as much. It is not public, so `PythonGuard`
+says the same in plain Python and is used where it is missing.
 
 A length that grows by one each call (decode) does not add a route per length: the second length turns the route into
 one that leaves the key length open within its bucket.
@@ -20,10 +23,11 @@ from typing import Any
 import torch
 
 from attn_dispatch.backend import Run
+from attn_dispatch.native import lookup
 from attn_dispatch.registry.discover import on_reset
 from attn_dispatch.selection.tuned import on_change
 
-__all__ = ["PythonGuard", "Route", "Routes", "make_guard"]
+__all__ = ["PythonGuard", "Route", "Routes", "find", "find_in_python", "make_guard"]
 
 Check = Callable[..., bool]
 
@@ -35,18 +39,46 @@ class Route:
     """A guard, and what to run behind it.
 
     Args:
-        check: says whether tensors are those that the plan was made for. run: the plan's run.
-        operands: makes the operands of the call; None when they are its tensors as they come.
+        check: says whether tensors are those that the plan was made for.
+        run: the plan's run, which takes the tensors of the call beside query, key and value by name, as they come.
         length: the key length it was made for; 0 when that says nothing.
         runs: when the guard leaves the key length open, the run of each bucket by ``(length - 1).bit_length()``.
     """
 
-    __slots__ = ("check", "length", "operands", "run", "runs")
+    __slots__ = ("check", "length", "run", "runs")
 
-    def __init__(
-        self, check: Check, run: Run, operands: Any = None, length: int = 0, runs: dict[int, Run] | None = None
-    ) -> None:
-        self.check, self.run, self.operands, self.length, self.runs = check, run, operands, length, runs
+    def __init__(self, check: Check, run: Run, length: int = 0, runs: dict[int, Run] | None = None) -> None:
+        self.check, self.run, self.length, self.runs = check, run, length, runs
+
+
+Table = dict[Any, tuple[Route, ...]]
+
+
+def find_in_python(table: Table, options: tuple[Any, ...], tensors: tuple[Any, ...]) -> Run | None:
+    """The run of the first route for these options and tensors; None where there is none.
+
+    Args:
+        options: the key of the call; one that cannot be hashed has no route. tensors: query, key, value and the others.
+    """
+    try:
+        if tensors[0].is_nested or tensors[1].is_nested or tensors[2].is_nested:
+            return None  # torch's guard ends the process for a strided one
+        for route in table.get(options, ()):
+            if route.check(*tensors):
+                if route.runs is None:
+                    return route.run
+                length = tensors[1].size(2)  # left open by the guard: one run per bucket
+                run = route.runs.get((length - 1).bit_length())
+                if run is not None and tensors[2].size(2) == length:
+                    return run
+    except (TypeError, AttributeError):  # an unhashable or non-tensor argument: the slow path knows what to say of it
+        pass
+    return None
+
+
+_compiled = lookup().module
+find: Callable[[Table, tuple[Any, ...], tuple[Any, ...]], Run | None]
+find = find_in_python if _compiled is None else _compiled.find
 
 
 class PythonGuard:
@@ -72,6 +104,15 @@ class PythonGuard:
 
 def make_guard(tensors: Sequence[torch.Tensor], open_key_length: bool = False) -> Check:
     """A check that holds for tensors like these; the last dimension's stride counts, the other strides do not."""
+    if _compiled is not None:
+        try:
+            return _compiled.Guard(tuple(tensors), open_key_length)
+        except ValueError:  # sizes that are symbols
+            return PythonGuard(tensors, open_key_length).check
+    return _guard_by_torch(tensors, open_key_length)
+
+
+def _guard_by_torch(tensors: Sequence[torch.Tensor], open_key_length: bool) -> Check:
     first = {id(x): i for i, x in reversed(list(enumerate(tensors)))}
     if len(first) == len(tensors):
         return _guard(tensors, open_key_length)
@@ -111,7 +152,7 @@ class Routes:
     """Options of a call -> its routes. Reads take no lock: each value is a tuple that is replaced as a whole."""
 
     def __init__(self) -> None:
-        self.table: dict[Any, tuple[Route, ...]] = {}
+        self.table: Table = {}
         self._lock = threading.Lock()
 
     def add(self, options: Any, route: Route, replaces: Route | None = None) -> None:

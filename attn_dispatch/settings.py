@@ -5,6 +5,7 @@
 ``ATTN_DISPATCH_CACHE``   folder of the tuned store; the user's cache folder when it is not set
 ``ATTN_DISPATCH_ALLOW_KNOWN_BAD``  names of known-bad entries that may run all the same, with commas between them
 ``ATTN_DISPATCH_AUTOTUNE``  ``off cached on force assert``, what `dispatch.use` does not say; ``cached`` when not set
+``ATTN_DISPATCH_LOOKUP``  ``python`` does without the C++ lookup that ``attn-dispatch build`` makes; read at import
 ========================  ==============================================================================
 """
 
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from attn_dispatch.errors import ConfigError
 
-__all__ = ["AUTOTUNE_MODES", "Settings", "child_environment", "settings"]
+__all__ = ["AUTOTUNE_MODES", "Settings", "child_environment", "settings", "wants_compiled_lookup"]
 
 AUTOTUNE_MODES = ("off", "cached", "on", "force", "assert")  # see attn_dispatch.selection.tuned
 
@@ -69,6 +70,11 @@ def settings() -> Settings:
     shipped = tuple(sorted(_shipped_folder().glob("*.yaml")))
     files = (*(path for path in own if os.path.isfile(path)), *shipped)
     return Settings(files, usable, mode, shipped, allow_known_bad=allow)
+
+
+def wants_compiled_lookup() -> bool:
+    """Whether the C++ lookup may be used where it was built."""
+    return os.environ.get("ATTN_DISPATCH_LOOKUP") != "python"
 
 
 def child_environment() -> dict[str, str]:

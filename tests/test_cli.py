@@ -20,7 +20,7 @@ import torch
 import yaml
 from typer.testing import CliRunner, Result
 
-from attn_dispatch import __version__, dispatch, registry
+from attn_dispatch import __version__, dispatch, native, registry
 from attn_dispatch.cli import app, main
 from attn_dispatch.cli import backends as matrix
 from attn_dispatch.cli import docs as docs_page
@@ -74,7 +74,7 @@ def assert_golden(name: str, text: str) -> None:
     assert text == path.read_text(encoding="utf-8"), f"to accept the new text delete {path} and run again"
 
 
-COMMANDS = ("doctor", "backends", "explain", "demo", "export", "bench", "tune", "conformance", "cache", "pins")
+COMMANDS = ("doctor", "backends", "explain", "demo", "export", "bench", "tune", "conformance", "cache", "pins", "build")
 
 
 def test_help_lists_every_command() -> None:
@@ -280,11 +280,28 @@ def test_a_file_that_is_no_op_is_named(tmp_path: Path, text: str) -> None:
     assert f"{file}: not an op" in str(result.exception)
 
 
+# --- build -----------------------------------------------------------------------------------------------------------
+
+
+def test_build_compiles_where_nothing_is_built_and_where_it_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[Path] = []
+    monkeypatch.setattr(native, "build", lambda: made.append(native.built_path()) or made[-1])
+    monkeypatch.setattr(native, "load", lambda path: path)
+    for is_built in (True, False):
+        found = native.Lookup(re if is_built else None, "for a test")
+        monkeypatch.setattr(native, "lookup", lambda found=found: found)
+        assert text_of("build").startswith("built already: " if is_built else "built: ")
+        assert len(made) == (0 if is_built else 1)
+    assert str(native.built_path()) in text_of("build", "--force")
+    assert len(made) == 2
+
+
 # --- doctor ----------------------------------------------------------------------------------------------------------
 
 
 def test_doctor_names_backends_devices_and_folders() -> None:
     text = text_of("doctor")
+    assert f"lookup         {native.lookup().why}" in text
     for name in ("sdpa_flash", "eager", "attn-dispatch", "cpu", torch.__version__, str(settings().cache_dir)):
         assert name in text
 

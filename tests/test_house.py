@@ -72,8 +72,9 @@ ARROWS: dict[str, set[str]] = {
         ),
         *("settings", "state", "watched"),
     },
-    "routes": {"errors", "backend", "registry", "selection"},
-    "keeping": {"errors", "ir", "passes", "plan", "registry", "routes", "selection"},
+    "native": {"errors", "settings"},
+    "routes": {"errors", "backend", "native", "registry", "selection"},
+    "keeping": {"errors", "backend", "ir", "passes", "plan", "registry", "routes", "selection"},
     "report": {
         *("capability", "complexity", "context", "errors", "frontend", "ir", "passes", "plan"),
         *("registry", "selection", "settings"),

@@ -1,11 +1,10 @@
-"""Torch around the dispatcher: compile, export, autocast, functorch, gradients, dropout, threads, routes."""
+"""Torch around the dispatcher: compile, export, autocast, functorch, gradients, dropout, threads."""
 
 from __future__ import annotations
 
 import itertools
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,10 +14,8 @@ import torch.nn.functional as F
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from attn_dispatch import InputError, NoBackendError, dispatch, masks, reference, variants
-from attn_dispatch.ir.ops import bucket
-from attn_dispatch.plan import make_plan
-from attn_dispatch.routes import PythonGuard, make_guard, routes
+from attn_dispatch import InputError, NoBackendError, dispatch, masks, variants
+from attn_dispatch.routes import routes
 
 sdpa = F.scaled_dot_product_attention
 
@@ -604,215 +601,6 @@ def test_threads_with_different_calls_get_their_own_results():
     for thread in threads:
         thread.join(60)
     assert not wrong
-
-
-# --- routes ----------------------------------------------------------------------------------------------------------
-
-
-def _situations() -> dict[str, Callable[[], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]]:
-    """Changes to three tensors like those a guard was made for; each is asked of both guards."""
-    same = lambda: tuple(torch.randn(2, 4, n, 8) for n in (3, 5, 5))
-    change = lambda f: lambda: (lambda q, k, v: (f(q), k, v))(*same())
-    keys = lambda f: lambda: (lambda q, k, v: (q, f(k), f(v)))(*same())
-    return {
-        "the same": same,
-        "other values": change(lambda q: q * 2),
-        "another query length": change(lambda q: q[:, :, :2].contiguous()),
-        "another batch": change(lambda q: q[:1].contiguous()),
-        "another head count": change(lambda q: q[:, :2].contiguous()),
-        "another head dim": change(lambda q: q[..., :4].contiguous()),
-        "another key length": keys(lambda k: k[:, :, :4].contiguous()),
-        "a key length that differs from the value's": lambda: (lambda q, k, v: (q, k[:, :, :4].contiguous(), v))(
-            *same()
-        ),
-        "another dtype": change(lambda q: q.double()),
-        "half precision": change(lambda q: q.bfloat16()),
-        "another device": change(lambda q: q.to("meta")),
-        "needs a gradient": change(lambda q: q.requires_grad_()),
-        "a key needs a gradient": keys(lambda k: k.requires_grad_()),
-        "other outer strides": change(lambda q: torch.randn(2, 3, 4, 8).transpose(1, 2)),
-        "a scattered last dimension": change(lambda q: torch.randn(2, 4, 8, 3).transpose(2, 3)),
-        "expanded": change(lambda q: torch.randn(1, 4, 3, 8).expand(2, 4, 3, 8)),
-        "three dimensions": change(lambda q: q[0]),
-        "a parameter": change(lambda q: torch.nn.Parameter(q, requires_grad=False)),
-        "a slice of a longer cache": keys(lambda k: torch.randn(2, 4, 50, 8)[:, :, :5]),
-    }
-
-
-MODES: dict[str, Callable[[], Any]] = {
-    "plain": lambda: torch.enable_grad(),
-    "no_grad": torch.no_grad,
-    "inference_mode": torch.inference_mode,
-    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
-}
-
-
-@pytest.mark.parametrize("opened", [False, True], ids=["closed", "open length"])
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("situation", _situations())
-def test_the_guard_in_python_and_torchs_own_agree(situation, mode, opened):
-    made_for = _situations()["the same"]()
-    fast, plain = make_guard(made_for, opened), PythonGuard(made_for, opened).check
-    tensors = _situations()[situation]()
-    with MODES[mode]():
-        verdict = fast(*tensors), plain(*tensors)
-    if situation == "a parameter":  # torch compares the exact type, so does ours
-        assert verdict in ((False, False), (True, True))
-    if mode == "no_grad" and "needs a gradient" in situation:
-        assert verdict == (False, True)  # nothing is recorded, so the plan is right: torch only makes a second route
-        return
-    assert verdict[0] == verdict[1], f"TensorGuards {verdict[0]}, PythonGuard {verdict[1]}"
-    if situation in ("the same", "other values") and mode == "plain":
-        assert verdict == (True, True)
-    if situation == "another key length":
-        assert verdict == ((opened and mode not in ("inference_mode", "autocast")),) * 2
-
-
-@pytest.mark.parametrize("opened", [False, True])
-def test_one_tensor_in_two_places_is_not_two_equal_tensors(opened):
-    q, k, v = _situations()["the same"]()
-    shared = make_guard((q, k, k), opened)
-    assert shared(q, v, v)
-    assert not shared(q, k, v)
-
-
-def opened_routes() -> list[Any]:
-    return [route for kept in routes.table.values() for route in kept if route.runs is not None]
-
-
-def test_decode_growth_uses_one_open_length_route():
-    from attn_dispatch import plan as plan_module
-
-    routes.clear()
-    plan_module.decisions.clear()
-    q = torch.randn(1, 4, 1, 16)
-    cache = torch.randn(2, 1, 2, 512, 16)
-    made = []
-    with dispatch.use("sdpa_flash"):  # one candidate, so that the estimate cannot change its mind on the way
-        for n in range(300, 400):
-            k, v = cache[0][:, :, :n], cache[1][:, :, :n]
-            before = plan_module.decisions.misses
-            out = dispatch.attention(q, k, v, enable_gqa=True)
-            made.append(plan_module.decisions.misses - before)
-            torch.testing.assert_close(out, sdpa(q, k, v, enable_gqa=True))
-        assert len(opened_routes()) == 1
-        assert sum(len(kept) for kept in routes.table.values()) <= 2
-    assert sum(made) <= 2
-
-
-GROWING = {
-    "lengths": lambda n: {"key_lengths": torch.tensor([n, n - 7])},
-    "sinks": lambda n: {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
-    "an offset": lambda n: {"q_offset": torch.tensor([n - 1, n - 7]), "attn_mask": masks.causal()},
-    "slopes": lambda n: {"bias": torch.tensor([0.5, 0.25, 0.1, 0.05]), "attn_mask": masks.causal()},
-    "a decay": lambda n: {
-        "variant": variants.Retention(torch.tensor([0.9, 0.8, 0.7, 0.6])),
-        "attn_mask": masks.causal(),
-    },
-}
-
-
-@pytest.mark.parametrize("backend", [None, "eager"])
-@pytest.mark.parametrize("what", GROWING)
-def test_decode_growth_with_tensors_that_know_no_length_uses_one_open_length_route(what, backend, monkeypatch):
-    """It described, decided and compiled at each step: half a millisecond."""
-    routes.clear()
-    plans: list[Any] = []
-    monkeypatch.setattr(dispatch, "make_plan", lambda *args: plans.append(args) or make_plan(*args))
-    q, cache = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 2, 512, 16)
-    for n in range(300, 340):
-        k, v = cache[0][:, :, :n], cache[1][:, :, :n]
-        options = {"enable_gqa": True, **GROWING[what](n)}
-        got = dispatch.attention(q, k, v, backend=backend, **options)
-        steps = len(plans)
-        want = reference_of(q, k, v, options)
-        torch.testing.assert_close(got, want, atol=2e-5, rtol=2e-5)
-        del plans[steps:]
-    assert len(plans) <= 3
-
-
-def reference_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    made = dispatch.plan(q, k, v, **options)
-    return reference.attention(made.op, q, k, v, made.binding.operands(made.tensors)).out
-
-
-def test_decode_growth_with_a_tensor_of_the_key_length_is_never_open():
-    routes.clear()
-    q, cache = torch.randn(2, 4, 1, 16), torch.randn(2, 2, 2, 512, 16)
-    bias, keep = torch.randn(1, 1, 1, 512), torch.rand(2, 1, 1, 512) < 0.7
-    for n in (300, 310, 311, 300, 312):
-        k, v = cache[0][:, :, :n], cache[1][:, :, :n]
-        for options in ({"bias": bias[..., :n]}, {"attn_mask": keep[..., :n]}):
-            got = dispatch.attention(q, k, v, enable_gqa=True, **options)
-            mask = options.get("bias", options.get("attn_mask"))
-            torch.testing.assert_close(got, sdpa(q, k, v, attn_mask=mask, enable_gqa=True))
-        picked = torch.tensor([[[0, n - 1]], [[3, -1]]])
-        got = dispatch.attention(q, k, v, enable_gqa=True, attn_mask=masks.Selected(picked))
-        wanted = masks.Selected(picked).dense(1, n)
-        torch.testing.assert_close(got, sdpa(q, k, v, attn_mask=wanted, enable_gqa=True))
-    assert not opened_routes()
-    with pytest.raises(InputError, match="index 312 is out of range"):
-        dispatch.attention(q, k, v, enable_gqa=True, attn_mask=masks.Selected(torch.tensor([[[0, 312]], [[3, -1]]])))
-
-
-def test_decode_growth_over_buckets_is_right_and_keeps_few_routes():
-    routes.clear()
-    q = torch.randn(1, 4, 1, 16)
-    cache = torch.randn(2, 1, 2, 300, 16)
-    for n in range(1, 300, 3):
-        k, v = cache[0][:, :, :n], cache[1][:, :, :n]
-        torch.testing.assert_close(dispatch.attention(q, k, v, enable_gqa=True), sdpa(q, k, v, enable_gqa=True))
-    assert all(len(kept) <= 16 for kept in routes.table.values())
-
-
-@pytest.mark.parametrize(
-    "lengths", [(90, 120), (90, 91, 100, 101, 120), (70, 99, 100, 101, 128, 65), (120, 90, 121)], ids=str
-)
-@pytest.mark.parametrize("backend", [None, "eager", "blocked", "sdpa_flash"])
-def test_a_window_that_starts_to_matter_at_a_longer_length_is_not_lost(lengths, backend):
-    assert len({bucket(n) for n in lengths}) == 1
-    routes.clear()
-    q = torch.randn(1, 2, 1, 16)
-    cache = torch.randn(2, 1, 2, 128, 16)
-    for _ in range(2):
-        for n in lengths:
-            k, v = cache[0][:, :, :n], cache[1][:, :, :n]
-            got = dispatch.attention(q, k, v, window=(99, 0), backend=backend)
-            near = slice(max(0, n - 100), n)
-            torch.testing.assert_close(got, sdpa(q, k[:, :, near], v[:, :, near]))
-
-
-@pytest.mark.parametrize(
-    "options",
-    [{"is_causal": True}, {"is_causal": True, "q_offset": 60}, {"window": (5, 0), "q_offset": 70}, {"window": (3, 3)}],
-    ids=str,
-)
-@pytest.mark.parametrize("sq", [1, 2, 65])
-def test_warm_calls_at_growing_lengths_are_cold_calls(options, sq):
-    routes.clear()
-    q = torch.randn(1, 2, sq, 16)
-    cache = torch.randn(2, 1, 2, 128, 16)
-    for n in (66, 70, 71, 100, 128, 66):
-        k, v = cache[0][:, :, :n], cache[1][:, :, :n]
-        warm = dispatch.attention(q, k, v, **options)
-        torch.testing.assert_close(warm, dispatch.plan(q, k, v, backend="eager", **options)(q, k, v))
-
-
-def test_a_mask_that_changes_in_place_is_not_remembered():
-    inputs = qkv(hkv=4)
-    mask = torch.ones(5, 7, dtype=torch.bool)
-    for keep in (7, 4, 2, 7):
-        mask[:] = torch.arange(7) < keep
-        torch.testing.assert_close(dispatch.attention(*inputs, mask), sdpa(*inputs, mask))
-
-
-def test_warm_calls_raise_no_warning():
-    inputs = qkv(hkv=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        for _ in range(3):
-            dispatch.attention(*inputs)
-            dispatch.attention(*inputs, window=(2, 0))
 
 
 # --- mistakes and variants inside a traced program -------------------------------------------------------------------

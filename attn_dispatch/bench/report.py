@@ -17,6 +17,7 @@ import torch
 from attn_dispatch.bench.by_hand import is_sdpa
 from attn_dispatch.bench.measure import Row
 from attn_dispatch.device import facts
+from attn_dispatch.native import lookup
 
 __all__ = ["Report", "Summary", "environment", "geomean"]
 
@@ -174,6 +175,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "threads": torch.get_num_threads(),
         "load": load,
+        "lookup": "compiled" if lookup().module is not None else "Python",
         "libraries": libraries,
     }
 

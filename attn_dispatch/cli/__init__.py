@@ -73,6 +73,16 @@ def doctor_command(as_json: AsJson = False) -> None:
     run(as_json)
 
 
+@app.command("build")
+def build_command(
+    force: Annotated[bool, typer.Option("--force", help="Compile it anew where it was built already.")] = False,
+) -> None:
+    """Compile the C++ lookup for the torch that is here: a call costs a microsecond less. Needs a C++ compiler."""
+    from attn_dispatch.cli.build import run
+
+    run(force)
+
+
 @app.command("backends")
 def backends_command(
     as_json: AsJson = False,

@@ -1,0 +1,261 @@
+// The warm path of `attn_dispatch.routes` in C++: `Guard` and `find`, whose meaning is that of `PythonGuard` and
+// `find_in_python` there; tests/test_native.py holds them to it. Built by `attn-dispatch build` against the torch that
+// is installed, since it reads tensors as torch itself does. From Python the same facts cost a microsecond more.
+
+#include <Python.h>
+
+#include <ATen/core/TensorBase.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/object_ptr.h>
+
+#include <memory>
+#include <optional>
+#include <vector>
+
+namespace {
+
+PyTypeObject* guard_type = nullptr;
+PyObject *name_check = nullptr, *name_run = nullptr, *name_runs = nullptr;
+
+// What surrounds a call: grad mode, and the dispatch keys that autocast, inference mode, functorch and modes add.
+struct Surroundings {
+  c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  bool grad = c10::GradMode::is_enabled();
+
+  uint64_t keys_of(const at::TensorBase& x) const {
+    return ((x.key_set() | keys.included_) - keys.excluded_).raw_repr();
+  }
+};
+
+// One tensor as it was when its route was made.
+class Facts {
+ public:
+  Facts(PyObject* object, const at::TensorBase& x, const Surroundings& around, bool length_is_open)
+      : type_(THPObjectPtr(Py_NewRef(reinterpret_cast<PyObject*>(Py_TYPE(object))))),
+        keys_(around.keys_of(x)),
+        dtype_(x.scalar_type()),
+        device_(x.device()),
+        requires_grad_(around.grad && x.requires_grad()),
+        sizes_(x.sizes().vec()) {
+    if (x.dim() > 0 && x.sizes().back() > 1) {
+      last_stride_ = x.strides().back();
+    }
+    if (length_is_open) {
+      sizes_.at(2) = kOpen;
+    }
+  }
+
+  bool hold_for(PyObject* object, const Surroundings& around) const {
+    if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != type_.get()) {
+      return false;  // every exact type that is kept is a tensor's, so what follows may read it as one
+    }
+    const at::TensorBase& x = THPVariable_Unpack(object);
+    // the keys first: they tell strided tensors from nested and sparse ones, which have no strides to be asked for
+    if (around.keys_of(x) != keys_ || x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+        x.scalar_type() != dtype_ || x.device() != device_ || (around.grad && x.requires_grad()) != requires_grad_) {
+      return false;
+    }
+    const auto sizes = x.sizes();
+    if (sizes.size() != sizes_.size()) {
+      return false;
+    }
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      if (sizes[i] != sizes_[i] && sizes_[i] != kOpen) {
+        return false;
+      }
+    }
+    return !last_stride_ || x.strides().back() == *last_stride_;
+  }
+
+ private:
+  static constexpr int64_t kOpen = -1;
+
+  THPObjectPtr type_;
+  uint64_t keys_;
+  at::ScalarType dtype_;
+  c10::Device device_;
+  bool requires_grad_;
+  std::vector<int64_t> sizes_;
+  std::optional<int64_t> last_stride_;
+};
+
+struct Guard {
+  PyObject_HEAD
+  std::vector<Facts>* facts;
+
+  bool holds_for(PyObject* const* tensors, size_t count, const Surroundings& around) const {
+    if (count != facts->size()) {
+      return false;
+    }
+    for (size_t i = 0; i < count; ++i) {
+      if (!(*facts)[i].hold_for(tensors[i], around)) {
+        return false;
+      }
+    }
+    return true;
+  }
+};
+
+PyObject* new_guard(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
+  HANDLE_TH_ERRORS
+  static const char* names[] = {"tensors", "open_key_length", nullptr};
+  PyObject* tensors = nullptr;
+  int is_open = 0;
+  if (!PyArg_ParseTupleAndKeywords(
+          args, kwargs, "O!|p:Guard", const_cast<char**>(names), &PyTuple_Type, &tensors, &is_open)) {
+    return nullptr;
+  }
+  const Surroundings around;
+  auto facts = std::make_unique<std::vector<Facts>>();
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); ++i) {
+    PyObject* object = PyTuple_GET_ITEM(tensors, i);
+    if (!THPVariable_Check(object)) {
+      PyErr_Format(PyExc_TypeError, "Guard takes tensors, got a %s", Py_TYPE(object)->tp_name);
+      return nullptr;
+    }
+    const at::TensorBase& x = THPVariable_Unpack(object);
+    const bool opens = is_open && (i == 1 || i == 2);
+    if (x.is_nested() || x.layout() != at::kStrided || x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
+        (opens && x.dim() < 3)) {
+      PyErr_SetString(PyExc_ValueError, "Guard takes strided tensors whose sizes are numbers, keys of 3 or more");
+      return nullptr;
+    }
+    facts->emplace_back(object, x, around, opens);
+  }
+  auto* guard = reinterpret_cast<Guard*>(type->tp_alloc(type, 0));
+  if (guard != nullptr) {
+    guard->facts = facts.release();
+  }
+  return reinterpret_cast<PyObject*>(guard);
+  END_HANDLE_TH_ERRORS
+}
+
+void delete_guard(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<Guard*>(self)->facts;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* call_guard(PyObject* self, PyObject* args, PyObject* kwargs) {
+  HANDLE_TH_ERRORS
+  if (kwargs != nullptr && PyDict_GET_SIZE(kwargs) > 0) {
+    PyErr_SetString(PyExc_TypeError, "Guard takes tensors by position alone");
+    return nullptr;
+  }
+  const Surroundings around;
+  const auto count = static_cast<size_t>(PyTuple_GET_SIZE(args));
+  return PyBool_FromLong(reinterpret_cast<Guard*>(self)->holds_for(&PyTuple_GET_ITEM(args, 0), count, around));
+  END_HANDLE_TH_ERRORS
+}
+
+// Whether a route is for these tensors; -1 with an exception set.
+int is_for(PyObject* route, PyObject* tensors, const Surroundings& around) {
+  THPObjectPtr check(PyObject_GetAttr(route, name_check));
+  if (!check) {
+    return -1;
+  }
+  if (Py_TYPE(check.get()) == guard_type) {
+    const auto count = static_cast<size_t>(PyTuple_GET_SIZE(tensors));
+    return reinterpret_cast<Guard*>(check.get())->holds_for(&PyTuple_GET_ITEM(tensors, 0), count, around) ? 1 : 0;
+  }
+  THPObjectPtr verdict(PyObject_CallObject(check, tensors));  // a guard in Python
+  return verdict ? PyObject_IsTrue(verdict) : -1;
+}
+
+// The run of a route that is for these tensors: a new reference; null without an exception where a bucket has none yet.
+PyObject* run_of(PyObject* route, PyObject* tensors) {
+  THPObjectPtr runs(PyObject_GetAttr(route, name_runs));
+  if (!runs) {
+    return nullptr;
+  }
+  if (runs.get() == Py_None) {
+    return PyObject_GetAttr(route, name_run);
+  }
+  const int64_t length = THPVariable_Unpack(PyTuple_GET_ITEM(tensors, 1)).size(2);  // left open by the guard
+  if (THPVariable_Unpack(PyTuple_GET_ITEM(tensors, 2)).size(2) != length) {
+    return nullptr;
+  }
+  int bits = 0;
+  for (int64_t rest = length - 1; rest > 0; rest >>= 1) {
+    ++bits;
+  }
+  THPObjectPtr index(PyLong_FromLong(bits));
+  return index ? Py_XNewRef(PyDict_GetItemWithError(runs, index)) : nullptr;
+}
+
+// The run of the first route for these options and tensors; null without an exception when there is none.
+PyObject* search(PyObject* table, PyObject* options, PyObject* tensors) {
+  THPObjectPtr routes(Py_XNewRef(PyDict_GetItemWithError(table, options)));
+  if (!routes) {
+    return nullptr;
+  }
+  const Surroundings around;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(routes.get()); ++i) {
+    PyObject* route = PyTuple_GET_ITEM(routes.get(), i);
+    const int verdict = is_for(route, tensors, around);
+    if (verdict < 0) {
+      return nullptr;
+    }
+    if (verdict > 0) {
+      PyObject* run = run_of(route, tensors);
+      if (run != nullptr || PyErr_Occurred()) {
+        return run;
+      }
+    }
+  }
+  return nullptr;
+}
+
+PyObject* find(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != 3 || !PyDict_Check(args[0]) || !PyTuple_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "find takes a dict, a key and a tuple of tensors");
+    return nullptr;
+  }
+  PyObject* run = search(args[0], args[1], args[2]);
+  if (run != nullptr) {
+    return run;
+  }
+  if (PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(PyExc_TypeError) && !PyErr_ExceptionMatches(PyExc_AttributeError)) {
+      return nullptr;
+    }
+    PyErr_Clear();  // an unhashable or non-tensor argument: the slow path knows what to say of it
+  }
+  Py_RETURN_NONE;
+  END_HANDLE_TH_ERRORS
+}
+
+PyMethodDef methods[] = {
+    {"find", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(find)), METH_FASTCALL,
+     "find(table, options, tensors) -> run | None"},
+    {nullptr, nullptr, 0, nullptr}};
+
+PyType_Slot guard_slots[] = {
+    {Py_tp_doc, const_cast<char*>("Guard(tensors, open_key_length=False): called with tensors, says if they are alike.")},
+    {Py_tp_new, reinterpret_cast<void*>(new_guard)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(delete_guard)},
+    {Py_tp_call, reinterpret_cast<void*>(call_guard)},
+    {0, nullptr}};
+
+PyType_Spec guard_spec = {"lookup.Guard", sizeof(Guard), 0, Py_TPFLAGS_DEFAULT, guard_slots};
+PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "lookup", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit_lookup() {
+  THPObjectPtr module(PyModule_Create(&module_def));
+  name_check = PyUnicode_InternFromString("check");
+  name_run = PyUnicode_InternFromString("run");
+  name_runs = PyUnicode_InternFromString("runs");
+  guard_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&guard_spec));
+  if (!module || !name_check || !name_run || !name_runs || guard_type == nullptr ||
+      PyModule_AddObjectRef(module, "Guard", reinterpret_cast<PyObject*>(guard_type)) < 0) {
+    return nullptr;
+  }
+  return module.release();
+}

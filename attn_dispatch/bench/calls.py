@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from attn_dispatch.ir.weights import Linear, Softmax
 from attn_dispatch.selection.samples import Sample
 from attn_dispatch.variants import LinearAttention, LinearState, Retention
 
-__all__ = ["Call", "call_of", "op_of"]
+__all__ = ["Call", "call_of", "op_of", "written_out"]
 
 
 class Call(NamedTuple):
@@ -62,6 +63,17 @@ def call_of(op: AttentionOp, sample: Sample) -> Call:
     if op.layout == "bshd":
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     return Call((q, k, v), kwargs)
+
+
+def written_out(call: Call) -> Callable[[], Any]:
+    """``lambda: attention(q, k, v, scale=scale)``, as it stands in a model, and as the others are called.
+
+    Keywords from a dict, by ``**`` or `functools.partial`, cost half a microsecond, which is nobody's attention.
+    """
+    words = ", ".join(["q", "k", "v", *(f"{name}={name}" for name in call.kwargs)])
+    q, k, v = call.args
+    known = {"attention": dispatch.attention, "q": q, "k": k, "v": v, **call.kwargs}
+    return eval(f"lambda: attention({words})", known)  # the names of our own arguments, and nothing of a caller's
 
 
 def op_of(call: Call) -> AttentionOp:

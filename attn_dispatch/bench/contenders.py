@@ -6,7 +6,6 @@ A contender is a callable that is ready to be timed. What it returns may need pu
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +14,7 @@ import torch
 
 from attn_dispatch import dispatch
 from attn_dispatch.backend import Raw
-from attn_dispatch.bench.calls import call_of
+from attn_dispatch.bench.calls import call_of, written_out
 from attn_dispatch.ir.ops import AttentionOp, Outputs
 from attn_dispatch.registry import Registry
 from attn_dispatch.selection.candidates import build
@@ -67,7 +66,7 @@ def ours(op: AttentionOp, sample: Sample) -> tuple[Contender, str, str]:
     call = call_of(op, sample)
     report = dispatch.explain(*call.args, **call.kwargs)
 
-    forward = functools.partial(dispatch.attention, *call.args, **call.kwargs)  # nothing around the call itself
+    forward = written_out(call)
 
     def in_bhsd() -> torch.Tensor:
         result = forward()

@@ -69,9 +69,6 @@ class Binding:
 
     def operands(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """The op's operands from the tensors of a call."""
-        if len(self.prepare) == 1:  # a mask, most often; the same without a comprehension
-            ((name, step),) = self.prepare
-            return {name: tensors[name] if step is None else step(tensors[name])}
         return {name: tensors[name] if step is None else step(tensors[name]) for name, step in self.prepare}
 
 

@@ -54,7 +54,10 @@ def keep_route(
 
 def _prepared(made: Plan) -> Run:
     """The run of a plan that makes its operands of the tensors of the call."""
-    run, operands = made.run, made.binding.operands
+    run, operands, prepare = made.run, made.binding.operands, made.binding.prepare
+    name, step = prepare[0] if len(prepare) == 1 else ("", None)
+    if step is not None:  # a mask: each layer of a padded decode step comes here
+        return lambda q, k, v, named: run(q, k, v, {name: step(named[name])})
     return lambda q, k, v, named: run(q, k, v, operands(named))
 
 

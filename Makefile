@@ -3,7 +3,6 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-LOOKUP := $(VENV)/.lookup
 # The same packages with the newest onnxruntime in place of onnxruntime-gpu, whose releases lag; never both in one.
 ORT_VENV ?= .venv-onnxruntime
 ORT_STAMP := $(ORT_VENV)/.installed
@@ -14,7 +13,7 @@ PLUGIN_VENV ?= .venv-plugins
 PLUGIN_STAMP := $(PLUGIN_VENV)/.installed
 PLUGINS := openvino flash_attn flashinfer fla
 
-.PHONY: demo test test-onnxruntime test-plugins check docs bench clean
+.PHONY: lookup demo test test-onnxruntime test-plugins check docs bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -26,15 +25,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps fla-core attn-gym torchscale einops -c constraints.txt
 	touch $@
 
-# The C++ lookup; without a compiler it stays in Python, which the tests of it say.
-$(LOOKUP): attn_dispatch/native/lookup.cpp $(STAMP)
-	$(BIN)/attn-dispatch build || echo "the lookup stays in Python"
-	touch $@
+# Built when it is missing or its source has changed; without a compiler the lookup stays in Python.
+lookup: $(STAMP)
+	@$(BIN)/attn-dispatch build || echo "the lookup stays in Python"
 
-demo: $(LOOKUP)
+demo: lookup
 	$(BIN)/attn-dispatch demo
 
-test: $(LOOKUP)
+test: lookup
 	$(BIN)/python -m pytest -n 2
 
 # Links to the packages of the first environment instead of a second torch. pip sees its own onnxruntime and no other.
@@ -71,9 +69,9 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m attn_dispatch.cli.docs
 
-bench: $(LOOKUP)
+bench: lookup
 	$(BIN)/attn-dispatch bench
 
 clean:
-	rm -f attn_dispatch/native/lookup-*
+	rm -rf attn_dispatch/native/lookup-* attn_dispatch/native/.build-*
 	rm -rf $(VENV) $(ORT_VENV) $(PLUGIN_VENV) build dist *.egg-info

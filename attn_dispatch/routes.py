@@ -89,8 +89,10 @@ class PythonGuard:
         self._facts = [self._of(i, x) for i, x in enumerate(tensors)]
 
     def _of(self, index: int, x: torch.Tensor) -> tuple[Any, ...]:
+        if x.is_nested:  # has no sizes, and is not what a guard is made for
+            return ()
         shape = list(x.shape)
-        if self._open and index in (1, 2):
+        if self._open and index in (1, 2) and x.ndim > 2:
             shape[2] = -1
         last = x.stride(-1) if x.ndim and x.size(-1) > 1 else 1
         facts = (type(x), shape, x.dtype, x.device, last, x.requires_grad and torch.is_grad_enabled())
@@ -107,7 +109,7 @@ def make_guard(tensors: Sequence[torch.Tensor], open_key_length: bool = False) -
     if _compiled is not None:
         try:
             return _compiled.Guard(tuple(tensors), open_key_length)
-        except ValueError:  # sizes that are symbols
+        except (ValueError, TypeError, RuntimeError):  # sizes that are symbols, or a subclass's own
             return PythonGuard(tensors, open_key_length).check
     return _guard_by_torch(tensors, open_key_length)
 

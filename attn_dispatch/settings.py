@@ -73,8 +73,17 @@ def settings() -> Settings:
 
 
 def wants_compiled_lookup() -> bool:
-    """Whether the C++ lookup may be used where it was built."""
-    return os.environ.get("ATTN_DISPATCH_LOOKUP") != "python"
+    """Whether the C++ lookup may be used where it was built.
+
+    Raises:
+        ConfigError: ``ATTN_DISPATCH_LOOKUP`` says something else than ``python``.
+    """
+    said = os.environ.get("ATTN_DISPATCH_LOOKUP")
+    if said not in (None, "", "python"):
+        raise ConfigError(
+            f"ATTN_DISPATCH_LOOKUP={said!r} is no lookup; there is python, which does without that in C++"
+        )
+    return not said
 
 
 def child_environment() -> dict[str, str]:

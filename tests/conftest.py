@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+from collections.abc import Iterator
 
 os.environ["ATTN_DISPATCH_AUTOTUNE"] = "off"
 os.environ["ATTN_DISPATCH_CACHE"] = tempfile.mkdtemp(prefix="attn-dispatch-tests-")
@@ -18,6 +19,21 @@ settings.register_profile(
     "attn_dispatch", deadline=None, max_examples=150, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.load_profile("attn_dispatch")
+
+
+@pytest.fixture(params=["python", "compiled"])
+def each_lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The test runs with the lookup in Python and, where it is built, with that in C++."""
+    from attn_dispatch import dispatch, native, routes
+
+    module = native.lookup().module
+    if request.param == "compiled" and module is None:
+        pytest.skip(native.lookup().why)
+    monkeypatch.setattr(routes, "_compiled", module if request.param == "compiled" else None)
+    monkeypatch.setattr(dispatch, "_find", module.find if request.param == "compiled" else routes.find_in_python)
+    routes.routes.clear()
+    yield
+    routes.routes.clear()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

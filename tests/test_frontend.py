@@ -476,7 +476,25 @@ def test_an_infinity_that_is_attended_is_the_same_in_small_and_large_results():
     assert torch.equal(rows[0][:, :, :1], rows[1][:, :, :1])
 
 
+@pytest.mark.parametrize("dim", [8, 32, 48, 64, 80, 96, 128, 256])
+def test_the_flash_kernel_is_told_a_scale_that_is_not_its_own_and_no_other(dim, monkeypatch):
+    told: list[tuple[Any, ...]] = []
+    kernel = torch._scaled_dot_product_flash_attention_for_cpu
+
+    def listening(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *rest: Any, **named: Any) -> Any:
+        told.append((*rest, *named.values()))
+        return kernel(q, k, v, *rest, **named)
+
+    monkeypatch.setattr(torch, "_scaled_dot_product_flash_attention_for_cpu", listening)
+    q, k = torch.randn(1, 2, 3, dim), torch.randn(1, 2, 40, dim)
+    for scale in (None, dim**-0.5, 0.3, -(dim**-0.5)):
+        made = dispatch.plan(q, k, k, scale=scale, backend="sdpa_flash")
+        torch.testing.assert_close(made(q, k, k), F.scaled_dot_product_attention(q, k, k, scale=scale))
+    assert told == [(), (), (0.0, False, 0.3), (0.0, False, -(dim**-0.5))]
+
+
 @pytest.mark.parametrize("place", ["query", "key", "attn_mask", "sinks"])
+@pytest.mark.usefixtures("each_lookup")
 def test_a_strided_nested_tensor_after_a_warm_call_is_refused(place):
     """torch's C++ guard of a warm call ends the process when it asks a strided nested tensor for its sizes."""
     x, mask, sinks = torch.randn(1, 8, 20, 16), torch.ones(1, 1, 1, 20, dtype=torch.bool), torch.randn(8)

@@ -141,7 +141,8 @@ def _compile_cpu(op: AttentionOp) -> Executable:
     def short(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
         return (plenty if k.size(2) >= _WIDEST_VECTOR else masked)(q, k, v, t)
 
-    plenty = graded if op.grad else bare if not causal and scale == 1 / math.sqrt(op.D) else unmasked
+    is_default = not causal and abs(scale * math.sqrt(op.D) - 1.0) < 1e-15  # D ** -0.5 is 1 / sqrt(D) but for one bit
+    plenty = graded if op.grad else bare if is_default else unmasked
     # looking at the length costs a hundredth of a short decode step, and the buckets above are (16, 32], (32, 64] ...
     return Executable(plenty if op.Skv > _WIDEST_VECTOR else short, short)
 

@@ -16,6 +16,4 @@ def run(force: bool) -> None:
         typer.echo(f"built already: {path}")
         return
     typer.echo("compiling lookup.cpp, some 20 seconds ...", err=True)
-    path = native.build()
-    native.load(path)
-    typer.echo(f"built: {path}")
+    typer.echo(f"built: {native.build()}")

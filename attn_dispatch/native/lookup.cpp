@@ -1,6 +1,7 @@
-// The warm path of `attn_dispatch.routes` in C++: `Guard` and `find`, whose meaning is that of `PythonGuard` and
-// `find_in_python` there; tests/test_native.py holds them to it. Built by `attn-dispatch build` against the torch that
-// is installed, since it reads tensors as torch itself does. From Python the same facts cost a microsecond more.
+// The warm path of `attn_dispatch.routes` in C++: `find` is `find_in_python` there, and `Guard` compares what torch's
+// `TensorGuards` and `PythonGuard` compare; tests/test_routes.py holds them to it. Built by `attn-dispatch build` against
+// the torch that is installed, since it reads tensors as torch itself does. Python takes a microsecond more for it.
+// It relies on the GIL.
 
 #include <Python.h>
 
@@ -50,7 +51,7 @@ class Facts {
 
   bool hold_for(PyObject* object, const Surroundings& around) const {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != type_.get()) {
-      return false;  // every exact type that is kept is a tensor's, so what follows may read it as one
+      return false;  // each type that is kept is a subclass of torch.Tensor, so what follows may read it as one
     }
     const at::TensorBase& x = THPVariable_Unpack(object);
     // the keys first: they tell strided tensors from nested and sparse ones, which have no strides to be asked for
@@ -112,15 +113,16 @@ PyObject* new_guard(PyTypeObject* type, PyObject* args, PyObject* kwargs) {
   auto facts = std::make_unique<std::vector<Facts>>();
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(tensors); ++i) {
     PyObject* object = PyTuple_GET_ITEM(tensors, i);
-    if (!THPVariable_Check(object)) {
+    // not THPVariable_Check, which believes what a proxy says of its class
+    if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
       PyErr_Format(PyExc_TypeError, "Guard takes tensors, got a %s", Py_TYPE(object)->tp_name);
       return nullptr;
     }
     const at::TensorBase& x = THPVariable_Unpack(object);
     const bool opens = is_open && (i == 1 || i == 2);
     if (x.is_nested() || x.layout() != at::kStrided || x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() ||
-        (opens && x.dim() < 3)) {
-      PyErr_SetString(PyExc_ValueError, "Guard takes strided tensors whose sizes are numbers, keys of 3 or more");
+        (opens && x.dim() != 4)) {
+      PyErr_SetString(PyExc_ValueError, "Guard takes strided tensors whose sizes are numbers; an open length is of 4-D keys");
       return nullptr;
     }
     facts->emplace_back(object, x, around, opens);
@@ -242,20 +244,25 @@ PyType_Slot guard_slots[] = {
     {Py_tp_call, reinterpret_cast<void*>(call_guard)},
     {0, nullptr}};
 
-PyType_Spec guard_spec = {"lookup.Guard", sizeof(Guard), 0, Py_TPFLAGS_DEFAULT, guard_slots};
-PyModuleDef module_def = {PyModuleDef_HEAD_INIT, "lookup", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
+PyType_Spec guard_spec = {"attn_dispatch.native._lookup.Guard", sizeof(Guard), 0, Py_TPFLAGS_DEFAULT, guard_slots};
 
-}  // namespace
-
-PyMODINIT_FUNC PyInit_lookup() {
-  THPObjectPtr module(PyModule_Create(&module_def));
+int fill_module(PyObject* module) {
   name_check = PyUnicode_InternFromString("check");
   name_run = PyUnicode_InternFromString("run");
   name_runs = PyUnicode_InternFromString("runs");
   guard_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&guard_spec));
-  if (!module || !name_check || !name_run || !name_runs || guard_type == nullptr ||
-      PyModule_AddObjectRef(module, "Guard", reinterpret_cast<PyObject*>(guard_type)) < 0) {
-    return nullptr;
+  if (!name_check || !name_run || !name_runs || guard_type == nullptr) {
+    return -1;
   }
-  return module.release();
+  return PyModule_AddObjectRef(module, "Guard", reinterpret_cast<PyObject*>(guard_type));
+}
+
+PyModuleDef_Slot module_slots[] = {{Py_mod_exec, reinterpret_cast<void*>(fill_module)}, {0, nullptr}};
+PyModuleDef module_def = {
+    PyModuleDef_HEAD_INIT, "_lookup", nullptr, 0, methods, module_slots, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+PyMODINIT_FUNC PyInit__lookup() {
+  return PyModuleDef_Init(&module_def);
 }

@@ -6,9 +6,10 @@ a tile costs no copy; a tile that attends nothing is not computed at all.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,7 +21,7 @@ from attn_dispatch.ir.ops import AttentionOp
 from attn_dispatch.ir.pointwise import allowed_at, is_pointwise
 from attn_dispatch.ir.scores import Bias
 
-__all__ = ["Tile", "join_rows", "key_span", "query_tiles", "slice_bias"]
+__all__ = ["Cut", "Cutting", "Tile", "TileBias", "cutting", "join_rows", "key_span", "query_tiles", "slice_bias"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +47,75 @@ class Tile:
         """Rows, and how far the last key is from the first row: who agrees in both differs in its first keys alone."""
         return self.rows[1] - self.rows[0], self.width - self.q_offset
 
+    @property
+    def pairs(self) -> int:
+        """How many pairs of a row and a key."""
+        return (self.rows[1] - self.rows[0]) * self.width
+
+    @property
+    def looks(self) -> tuple[int, int, int]:
+        """What a mask that moves with the query knows a tile by."""
+        return (*self.from_the_end, self.width)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """An op cut into tiles, with all that is known of them without tensors.
+
+    Args:
+        moves: the mask says the same of all tiles that look alike.
+        full: by the looks of a tile, whether all its pairs attend.
+        widest: the widest tile of those that agree `from_the_end`.
+        masks: additive masks that were built for it before, by looks and dtype, where they are small.
+    """
+
+    tiles: tuple[Tile, ...]
+    moves: bool
+    full: Mapping[tuple[int, int, int], bool] = field(default_factory=dict)
+    widest: Mapping[tuple[int, int], Tile] = field(default_factory=dict)
+    masks: dict[tuple[object, ...], torch.Tensor | None] = field(default_factory=dict, compare=False)
+
+
+Cutting = Callable[[int, int, int, Operands], Cut]
+_CUTS_KEPT = 16  # lengths of a bucket that alternate
+_KEPT_PAIRS = 1 << 16  # of a mask that is kept: 256 KiB of float32
+
+
+def cutting(op: AttentionOp, block: int) -> Cutting:
+    """What cuts an op: ``(sq, skv, offset, operands) -> Cut``; where the mask is no tensor a length is cut once.
+
+    Finding a tile and looking whether it is full takes 0.2 ms of Python, and a block of rows may take no longer.
+    """
+    if op.mask.refs() or op.traced:  # traced lengths may be symbols, which have no hash
+        return lambda sq, skv, offset, t: _cut(op, sq, skv, offset, block, t)
+    by_lengths = functools.lru_cache(_CUTS_KEPT)(lambda sq, skv, offset: _cut(op, sq, skv, offset, block, {}))
+    return lambda sq, skv, offset, t: by_lengths(sq, skv, offset)
+
+
+def _cut(op: AttentionOp, sq: int, skv: int, offset: int, block: int, t: Operands) -> Cut:
+    tiles = tuple(query_tiles(op, sq, skv, offset, block, t))
+    if not _moves(op):
+        return Cut(tiles, False)
+    seen = {tile.looks: tile for tile in tiles if not tile.is_empty}
+    full = {looks: _is_full(op, tile) for looks, tile in seen.items()}
+    return Cut(
+        tiles, True, full, {tile.from_the_end: tile for tile in sorted(seen.values(), key=lambda tile: tile.width)}
+    )
+
+
+def _moves(op: AttentionOp) -> bool:
+    """Whether the mask depends on the distance of query and key alone, not on where they stand."""
+    leaves = [atom for atom in op.mask.atoms() if type(atom).__name__ != "Not"]
+    return all(
+        atom.positional and not atom.refs() and type(atom).__name__ in ("Causal", "Window", "Stride", "Full")
+        for atom in leaves
+    )
+
+
+def _is_full(op: AttentionOp, tile: Tile) -> bool:
+    rows, keys = tile.rows[1] - tile.rows[0], tile.width
+    return bool((op.mask.tiles(rows, keys, rows, keys, tile.q_offset) == FULL).all())
+
 
 def query_tiles(op: AttentionOp, sq: int, skv: int, offset: int, block: int, t: Operands) -> Iterator[Tile]:
     """All tiles of ``block`` query rows, with the key interval of each."""
@@ -70,41 +140,49 @@ class TileBias:
     border, seen from their last key, like a part of it: most are built once per call.
 
     Args:
-        tiles: those that may be asked for; the widest of those that look alike is built, and serves the others.
+        cut: its tiles may be asked for, and the widest of those that look alike is built and serves the others. Without
+            one any tile may.
     """
 
-    def __init__(
-        self, op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands, tiles: Sequence[Tile] = ()
-    ) -> None:
+    def __init__(self, op: AttentionOp, q: torch.Tensor, k: torch.Tensor, t: Operands, cut: Cut | None = None) -> None:
         self._op, self._q, self._k, self._t = op, q, k, t
         self._offset = reference.offset_of(op, q.shape[2], k.shape[2], t)
-        self._moves = all(atom.positional and not atom.refs() for atom in _leaves(op)) and _shift_invariant(op)
-        self._seen: dict[tuple[int, ...], torch.Tensor | None] = {}
-        self._widest: dict[tuple[int, int], Tile] = {}
-        for tile in sorted(tiles, key=lambda tile: tile.width) if self._moves else ():
-            self._widest[tile.from_the_end] = tile
+        self._cut = cut or Cut((), _moves(op))
+        self._seen: dict[tuple[int, int, int], torch.Tensor | None] = {}
 
     @property
     def repeats(self) -> bool:
         """Tiles that look alike share one tensor."""
-        return self._moves
+        return self._cut.moves
 
     def __call__(self, tile: Tile) -> torch.Tensor | None:
         """The additive mask ``[.., rows, keys]`` in q's dtype; None when every pair of the tile attends."""
-        if not self._moves:
+        if not self._cut.moves:
             return self._build(tile)
-        looks = (*tile.from_the_end, tile.width)
-        if looks not in self._seen:
-            widest = self._widest.get(tile.from_the_end, tile)
-            if widest.width <= tile.width:
-                self._seen[looks] = self._build(tile)
-            else:
-                whole = self(widest)
-                self._seen[looks] = None if whole is None or self._is_full(tile) else whole[..., -tile.width :]
-        return self._seen[looks]
+        if self._is_full(tile):
+            return None
+        if tile.pairs <= _KEPT_PAIRS and self._op.device == "cpu" and not self._op.traced:
+            return self._kept(tile)
+        if tile.looks not in self._seen:
+            widest = self._cut.widest.get(tile.from_the_end, tile)
+            whole = self._build(tile) if widest.width <= tile.width else self(widest)
+            self._seen[tile.looks] = whole if whole is None else whole[..., -tile.width :]
+        return self._seen[tile.looks]
+
+    def _kept(self, tile: Tile) -> torch.Tensor | None:
+        """A small mask, from the call before if there was one: building it takes as long as a short tile."""
+        key = (tile.looks, self._q.dtype)
+        if key not in self._cut.masks:
+            with torch.inference_mode(False):  # else a later call with gradients could not use it
+                self._cut.masks[key] = self._build(tile)
+        return self._cut.masks[key]
+
+    def _is_full(self, tile: Tile) -> bool:
+        known = self._cut.full.get(tile.looks)
+        return _is_full(self._op, tile) if known is None else known
 
     def _build(self, tile: Tile) -> torch.Tensor | None:
-        if isinstance(self._op.mask, Full) or self._is_full(tile):
+        if isinstance(self._op.mask, Full):
             return None
         allowed = self._allowed(tile)
         zeros = torch.zeros(allowed.shape, dtype=self._q.dtype, device=self._q.device)
@@ -121,22 +199,6 @@ class TileBias:
         allowed = allowed[..., tile.keys[0] : tile.keys[1]]
         return allowed[(None,) * (4 - allowed.ndim)]
 
-    def _is_full(self, tile: Tile) -> bool:
-        if not self._moves:
-            return False
-        rows, keys = tile.rows[1] - tile.rows[0], tile.width
-        states = self._op.mask.tiles(rows, keys, rows, keys, tile.q_offset)
-        return bool((states == FULL).all())
-
-
-def _leaves(op: AttentionOp) -> list:
-    return [atom for atom in op.mask.atoms() if type(atom).__name__ != "Not"]
-
-
-def _shift_invariant(op: AttentionOp) -> bool:
-    """The mask depends on the distance of query and key alone, not on where they stand."""
-    return all(type(atom).__name__ in ("Causal", "Window", "Stride", "Full") for atom in _leaves(op))
-
 
 def slice_bias(x: torch.Tensor, tile: Tile) -> torch.Tensor:
     """The part of a bias ``[.., Sq|1, Skv|1]`` that belongs to a tile."""
@@ -148,6 +210,8 @@ def slice_bias(x: torch.Tensor, tile: Tile) -> torch.Tensor:
 def slice_terms(op: AttentionOp, tile: Tile, t: Operands) -> dict[str, torch.Tensor]:
     """The op's operands with every bias cut to a tile."""
     biases = {term.bias.name for term in op.score if isinstance(term, Bias)}
+    if not biases:
+        return dict(t)
     return {name: slice_bias(x, tile) if name in biases else x for name, x in t.items()}
 
 

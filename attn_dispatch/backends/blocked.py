@@ -49,13 +49,14 @@ class Blocked(Backend):
     def compile(self, op: AttentionOp) -> Executable:
         plain = _is_plain(op)
         bare = _bare(op) if plain else None
+        cut_of = tiling.cutting(op, self.block)
 
         def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
             if plain and q.shape[2] <= self.block:
                 if bare is not None and not _keeps_graph(q, k, v):
                     return bare(q, k, v)
                 return _run_plain(op, q, k, v, t)
-            return _run(op, self.block, q, k, v, t)
+            return _run(op, self.block, cut_of, q, k, v, t)
 
         return Executable(run)
 
@@ -106,7 +107,9 @@ def _run_plain(op: AttentionOp, q: torch.Tensor, k: torch.Tensor, v: torch.Tenso
     return out if dtype == acc else out.to(dtype)
 
 
-def _run(op: AttentionOp, block: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+def _run(
+    op: AttentionOp, block: int, cut_of: tiling.Cutting, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands
+) -> Any:
     sq, skv = q.shape[2], k.shape[2]
     offset = reference.offset_of(op, sq, skv, t)
     assert isinstance(offset, int)
@@ -114,12 +117,12 @@ def _run(op: AttentionOp, block: int, q: torch.Tensor, k: torch.Tensor, v: torch
     if _is_one_tile(op, sq, block):
         out, _ = _tile(op, tiling.Tile((0, sq), (0, skv), offset), None, q.to(acc), k.to(acc), v, t)
         return out.to(q.dtype)
-    tiles = list(tiling.query_tiles(op, sq, skv, offset, block, t))
-    bias_of = tiling.TileBias(op, q, k, t, tiles)
+    cut = cut_of(sq, skv, offset, t)
+    bias_of = tiling.TileBias(op, q, k, t, cut)
     sums: list[tuple[tiling.Tile, torch.Tensor | None]] = []
 
     def results() -> Iterator[tuple[tiling.Tile, torch.Tensor | None]]:
-        for tile in tiles:
+        for tile in cut.tiles:
             if tile.is_empty:
                 shape = (q.shape[0], q.shape[1], tile.rows[1] - tile.rows[0])
                 sums.append((tile, reference.empty_lse(op, shape, t, acc, q.device)))

@@ -30,6 +30,9 @@ __all__ = ["SdpaFlash"]
 
 _CORE_CACHE_BYTES = 384 << 10  # of a core's 512 KiB; an estimate for the order, as the speed-up, not a measurement
 _CORE_CACHE_SPEEDUP = 4.0
+# The CPU kernel takes 512 keys at a time and skips whole blocks of them alone: a causal square of up to 512 it computes
+# whole. Below 256 that is cheaper than what `bands` does instead (measured), and the order is what estimates are for.
+_COMPUTED_WHOLE = range(257, 513)
 _WIDEST_VECTOR = 16  # float32 lanes of AVX-512
 _FLASH_GPUS = ((8, 0), (12, 1))  # as torch's ``check_flash_attention_hardware_support``
 _ONES = tuple(Limit(name, minimum=1) for name in ("B", "Hq", "Sq", "Skv", "D"))
@@ -87,8 +90,10 @@ class SdpaFlash(Backend):
     def estimate(self, op: AttentionOp) -> Cost:
         # each query head reads its own keys again: the kernel does not share them inside a group. On the CPU heads of a
         # group follow each other, and read them from the cache where those of one head fit into it
-        visited = 0.5 if is_causal_only(op) and op.Sq == op.Skv else 1.0
-        cost = dense_cost(op, visited)
+        skips = is_causal_only(op) and op.Sq == op.Skv
+        if op.device == "cpu" and op.Skv in _COMPUTED_WHOLE and not op.grad:
+            skips = False
+        cost = dense_cost(op, 0.5 if skips else 1.0)
         again = 1.0 * op.query.itemsize * op.B * (op.Hq - op.Hkv) * op.Skv * (op.D + op.Dv)
         if op.device == "cpu" and op.key.itemsize * op.Skv * (op.D + op.Dv) <= _CORE_CACHE_BYTES:
             again /= _CORE_CACHE_SPEEDUP

@@ -3,7 +3,7 @@
 1. Rows are cut into blocks; the keys of a block are the mask's `key_interval`, a slice without a copy.
 2. A block that attends nothing is not computed: its rows are 0, its lse -inf (or the sink's logit).
 3. What the mask still excludes inside a block becomes an additive tensor, built once for all blocks that look alike,
-   or like a part of another.
+   or like a part of another. Small ones, and where the blocks are, are kept for the next call with these lengths.
 4. Causal chunks (``Causal & SameBlock(n)`` from row 0) become small causal squares without any tensor.
 5. `bands` is for masks whose blocks need far fewer keys than there are; `tile_queries` for long queries whose full
    score matrix would not fit, whatever the mask.
@@ -43,7 +43,7 @@ class Bands(Rewrite):
             return reason
         block = _block_size(op)
         _, mean = tiling.key_span(op, block)
-        if mean > 0.6 * op.Skv:
+        if mean > 0.75 * op.Skv:
             return not_useful(f"blocks of {block} rows need {mean:.0f} of {op.Skv} keys")
         return _tiled(op, block)
 
@@ -109,15 +109,16 @@ def _tiled(op: AttentionOp, block: int) -> Rewritten:
             grad=tuple(_BIAS if name == slopes else name for name in op.grad),  # rule 6
         )
     tiles = -(-op.Sq // rows)
+    cut_of = tiling.cutting(op, block)
 
     def adapt(inner_run: Run) -> Run:
-        return lambda q, k, v, t: _run_tiles(op, inner_run, block, squares, needs_bias, q, k, v, t)
+        return lambda q, k, v, t: _run_tiles(op, inner_run, cut_of, squares, needs_bias, q, k, v, t)
 
     share = mean / widest if widest else 1.0  # the inner op is the widest tile; most are narrower at the border
     copies = 2.0 * op.query.itemsize * op.B * op.Hq * op.Sq * op.Dv + (8.0 * op.Hq * op.Sq * mean if slopes else 0.0)
     if needs_bias and not all(isinstance(atom, (Causal, Window, Stride)) for atom in op.mask.atoms()):
         copies += 16.0 * (op.B if op.mask.refs() else 1) * op.Sq * mean  # no two tiles look alike: each is written out
-    return Rewritten(inner, adapt, tiles * share, Cost(0.0, copies, 3.0 * tiles))
+    return Rewritten(inner, adapt, tiles * share, Cost(0.0, copies, 6.0 * tiles))
 
 
 def _kept(op: AttentionOp) -> set[str]:
@@ -165,7 +166,7 @@ def _tile_desc(op: AttentionOp, name: str, desc: TensorDesc, rows: int, keys: in
 def _run_tiles(
     op: AttentionOp,
     inner: Run,
-    block: int,
+    cut_of: tiling.Cutting,
     squares: bool,
     needs_bias: bool,
     q: torch.Tensor,
@@ -177,13 +178,13 @@ def _run_tiles(
     offset = reference.offset_of(op, sq, skv, t)
     assert isinstance(offset, int)
     acc = torch.float64 if q.dtype == torch.float64 else torch.float32
-    tiles = list(tiling.query_tiles(op, sq, skv, offset, block, t))
-    bias_of = tiling.TileBias(op, q, k, t, tiles)
+    cut = cut_of(sq, skv, offset, t)
+    bias_of = tiling.TileBias(op, q, k, t, cut)
     distances = _Distances(op, acc, t)
     log_sums: list[tuple[tiling.Tile, torch.Tensor]] = []
 
     def results() -> Iterator[tuple[tiling.Tile, torch.Tensor | None]]:
-        for tile in tiles:
+        for tile in cut.tiles:
             if tile.is_empty:
                 shape = (q.shape[0], q.shape[1], tile.rows[1] - tile.rows[0])
                 log_sums.append((tile, reference.empty_lse(op, shape, t, acc, q.device)))

@@ -69,6 +69,11 @@ def written_out(call: Call) -> Callable[[], Any]:
     """``lambda: attention(q, k, v, scale=scale)``, as it stands in a model, and as the others are called.
 
     Keywords from a dict, by ``**`` or `functools.partial`, cost half a microsecond, which is nobody's attention.
+
+    Example:
+        >>> x = torch.ones(1, 2, 4, 8)
+        >>> written_out(Call((x, x, x), {"is_causal": True, "return_lse": True}))().lse.shape
+        torch.Size([1, 2, 4])
     """
     words = ", ".join(["q", "k", "v", *(f"{name}={name}" for name in call.kwargs)])
     q, k, v = call.args

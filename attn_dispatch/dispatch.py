@@ -20,7 +20,7 @@ from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.frontend import Binding, Options, collect_tensors, describe
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.keeping import keep_route
-from attn_dispatch.patterns import recognised, worth_reading
+from attn_dispatch.patterns import PLAIN, recognised, worth_reading
 from attn_dispatch.plan import Plan, make_plan
 from attn_dispatch.registry import current
 from attn_dispatch.report import Report, make_report
@@ -39,7 +39,6 @@ _find = find
 _context = context.active.get
 _deterministic = torch._C._get_deterministic_algorithms
 _Tensor = torch.Tensor
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _tracing = torch.compiler.is_dynamo_compiling
 
 
@@ -139,7 +138,7 @@ def attention(
         and return_lse is False
         and return_weights is False
         and (attn_mask is None or (type(attn_mask) is _Tensor and not attn_mask.is_nested))
-        and (sinks is None or (type(sinks) in _PLAIN and not sinks.is_nested))
+        and (sinks is None or (type(sinks) in PLAIN and not sinks.is_nested))
     ):  # most calls: the kernel before has emptied the caches, and each function that is entered costs, and each value
         given: tuple[torch.Tensor, ...] = (query, key, value)
         names: tuple[str, ...] = ()

@@ -73,7 +73,7 @@ class Cut:
     moves: bool
     full: Mapping[tuple[int, int, int], bool] = field(default_factory=dict)
     widest: Mapping[tuple[int, int], Tile] = field(default_factory=dict)
-    masks: dict[tuple[object, ...], torch.Tensor | None] = field(default_factory=dict, compare=False)
+    masks: dict[tuple[object, ...], torch.Tensor] = field(default_factory=dict, compare=False)
 
 
 Cutting = Callable[[int, int, int, Operands], Cut]
@@ -172,10 +172,13 @@ class TileBias:
     def _kept(self, tile: Tile) -> torch.Tensor | None:
         """A small mask, from the call before if there was one: building it takes as long as a short tile."""
         key = (tile.looks, self._q.dtype)
-        if key not in self._cut.masks:
+        mask = self._cut.masks.get(key)
+        if mask is None:
             with torch.inference_mode(False):  # else a later call with gradients could not use it
-                self._cut.masks[key] = self._build(tile)
-        return self._cut.masks[key]
+                mask = self._build(tile)
+            if type(mask) is torch.Tensor:  # a mode around this call may make others, which are strangers to the next
+                self._cut.masks[key] = mask
+        return mask
 
     def _is_full(self, tile: Tile) -> bool:
         known = self._cut.full.get(tile.looks)

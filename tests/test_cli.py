@@ -283,17 +283,21 @@ def test_a_file_that_is_no_op_is_named(tmp_path: Path, text: str) -> None:
 # --- build -----------------------------------------------------------------------------------------------------------
 
 
-def test_build_compiles_where_nothing_is_built_and_where_it_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_build_compiles_what_is_missing_or_broken_or_forced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     made: list[Path] = []
-    monkeypatch.setattr(native, "build", lambda: made.append(native.built_path()) or made[-1])
+    path = tmp_path / "lookup.so"
+    monkeypatch.setattr(native, "built_path", lambda: path)
+    monkeypatch.setattr(native, "build", lambda: made.append(path) or path)
+    assert text_of("build") == f"built: {path}\n"
+    path.write_bytes(b"not a library")
+    broken = call("build")
+    assert "lookup.so does not load" in broken.output
+    assert broken.output.endswith(f"built: {path}\n")
     monkeypatch.setattr(native, "load", lambda path: path)
-    for is_built in (True, False):
-        found = native.Lookup(re if is_built else None, "for a test")
-        monkeypatch.setattr(native, "lookup", lambda found=found: found)
-        assert text_of("build").startswith("built already: " if is_built else "built: ")
-        assert len(made) == (0 if is_built else 1)
-    assert str(native.built_path()) in text_of("build", "--force")
+    assert text_of("build") == f"built already: {path}\n"
     assert len(made) == 2
+    assert text_of("build", "--force") == f"built: {path}\n"
+    assert len(made) == 3
 
 
 # --- doctor ----------------------------------------------------------------------------------------------------------

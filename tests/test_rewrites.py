@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from attn_dispatch import NoBackendError, dispatch, masks, reference, tiling, variants
 from attn_dispatch.backend import Raw
@@ -471,6 +472,19 @@ def test_bands_rule_3_keeps_small_biases_and_where_the_blocks_are_for_the_next_c
     assert not any(b.is_inference() for b in first)
     doubles = [x.double() for x in call.tensors]
     close(run(*doubles, {}), reference.attention(call.op, *doubles, {}).out)
+
+
+def test_bands_rule_3_keeps_no_bias_that_a_mode_around_the_call_made():
+    call = Call(sq=200, skv=200, window=(70, 0))
+    cut = tiling.cutting(call.op, 64)(200, 200, 0, {})
+
+    def biases() -> list[torch.Tensor | None]:
+        bias_of = tiling.TileBias(call.op, call.tensors[0], call.tensors[1], {}, cut)
+        return [bias_of(tile) for tile in cut.tiles]
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        assert all(isinstance(bias, FakeTensor) for bias in biases())
+    assert not any(isinstance(bias, FakeTensor) for bias in biases())
 
 
 def test_bands_rule_3_keeps_a_bounded_number_of_lengths_and_is_right_at_each(blocks_of_64):

@@ -12,8 +12,13 @@ def run(force: bool) -> None:
     from attn_dispatch import native
 
     path = native.built_path()
-    if not force and native.lookup().module is not None:
-        typer.echo(f"built already: {path}")
-        return
+    if path.is_file() and not force:
+        try:
+            native.load(path)  # whether or not this process uses it
+        except ImportError as error:
+            typer.echo(f"{path.name} does not load ({error}) and is built anew", err=True)
+        else:
+            typer.echo(f"built already: {path}")
+            return
     typer.echo("compiling lookup.cpp, some 20 seconds ...", err=True)
     typer.echo(f"built: {native.build()}")

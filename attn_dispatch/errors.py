@@ -111,7 +111,7 @@ class BackendError(AttnDispatchError, RuntimeError):
 
 
 class BuildError(AttnDispatchError, RuntimeError):
-    """The C++ lookup could not be compiled here; everything works without it."""
+    """What is in C++ could not be compiled here; everything works without it."""
 
 
 class AttnDispatchWarning(UserWarning):

@@ -26,7 +26,7 @@ from attn_dispatch.cli import backends as matrix
 from attn_dispatch.cli import docs as docs_page
 from attn_dispatch.cli import doctor as doctor_module
 from attn_dispatch.cli.demo import compress, summarise
-from attn_dispatch.errors import InputError
+from attn_dispatch.errors import BuildError, InputError
 from attn_dispatch.registry.discover import discover
 from attn_dispatch.settings import settings
 
@@ -163,6 +163,7 @@ def without_times(text: str) -> str:
     return re.sub(r"lowest estimate, \d+ us", "lowest estimate, N us", "\n".join([*kept, "legal:", *names]))
 
 
+@pytest.mark.skipif(native.decode().module is None, reason=native.decode().why)
 def test_explain_prints_the_report(own_registry: None) -> None:
     flags = ("--q", "1,8,64,40", "--kv", "2,64", "--window", "15,0", "--softcap", "30", "--weights")
     assert_golden("explain.txt", without_times(text_of("explain", *flags)))
@@ -284,20 +285,37 @@ def test_a_file_that_is_no_op_is_named(tmp_path: Path, text: str) -> None:
 
 
 def test_build_compiles_what_is_missing_or_broken_or_forced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    made: list[Path] = []
-    path = tmp_path / "lookup.so"
-    monkeypatch.setattr(native, "built_path", lambda: path)
-    monkeypatch.setattr(native, "build", lambda: made.append(path) or path)
-    assert text_of("build") == f"built: {path}\n"
-    path.write_bytes(b"not a library")
+    made: list[str] = []
+    paths = {source.name: tmp_path / f"{source.name}.so" for source in native.SOURCES}
+    monkeypatch.setattr(native, "built_path", lambda source: paths[source.name])
+    monkeypatch.setattr(native, "build", lambda source: made.append(source.name) or paths[source.name])
+    built = "".join(f"built: {path}\n" for path in paths.values())
+    assert text_of("build") == built
+    for path in paths.values():
+        path.write_bytes(b"not a library")
     broken = call("build")
-    assert "lookup.so does not load" in broken.output
-    assert broken.output.endswith(f"built: {path}\n")
-    monkeypatch.setattr(native, "load", lambda path: path)
-    assert text_of("build") == f"built already: {path}\n"
-    assert len(made) == 2
-    assert text_of("build", "--force") == f"built: {path}\n"
-    assert len(made) == 3
+    for path in paths.values():
+        assert f"{path.name} does not load" in broken.output
+        assert f"built: {path}\n" in broken.output
+    monkeypatch.setattr(native, "load", lambda source, path: path)
+    assert text_of("build") == built.replace("built:", "built already:")
+    assert made == list(paths) * 2
+    assert text_of("build", "--force") == built
+    assert made == list(paths) * 3
+
+
+def test_build_goes_on_where_one_part_fails_and_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def build(source: native.Source) -> Path:
+        if source is native.LOOKUP:
+            raise BuildError("lookup.cpp cannot be built")
+        return tmp_path / "decode.so"
+
+    monkeypatch.setattr(native, "built_path", lambda source: tmp_path / f"{source.name}.so")
+    monkeypatch.setattr(native, "build", build)
+    result = call("build")
+    assert f"built: {tmp_path / 'decode.so'}" in result.output
+    assert isinstance(result.exception, BuildError)
+    assert str(result.exception) == "lookup.cpp cannot be built"
 
 
 # --- doctor ----------------------------------------------------------------------------------------------------------

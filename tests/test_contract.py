@@ -103,7 +103,8 @@ def test_bands_then_fold_groups_then_sdpa_flash_is_verified_for_a_windowed_gqa_c
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_every_dtype_is_verified_on_every_backend_that_runs_here(dtype):
     for backend in HERE:
-        assert any(backend in verified(case) for case in CASES if case.dtype == dtype), backend
+        if dtype in current().backends[backend].capability_on("cpu").dtypes:
+            assert any(backend in verified(case) for case in CASES if case.dtype == dtype), backend
 
 
 # Words that no case of the table can bring: random results and transforms have tests of their own,

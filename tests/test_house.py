@@ -46,7 +46,9 @@ ARROWS: dict[str, set[str]] = {
     "passes": {"errors", "ir"},
     "rewrites": {"errors", "ir", "device", "capability", "backend", "reference", "tiling", "passes"},
     "lowering": {"errors", "ir", "capability"},
-    "backends": {"errors", "lowering", "ir", "device", "capability", "backend", "reference", "state", "tiling"},
+    "backends": {
+        *("errors", "lowering", "ir", "device", "capability", "backend", "native", "reference", "state", "tiling"),
+    },
     "registry": {"errors", "ir", "capability", "backend", "rewrites"},
     "context": {"errors", "settings"},
     "selection": {

@@ -47,8 +47,9 @@ def ran(model: torch.nn.Module, x: torch.Tensor, where: object = None) -> list[t
 def test_a_layer_gets_what_is_pinned_for_it(pinned):
     model, x = Decoder(), torch.randn(1, 2, 24, 8)
     with name_layers(model):
-        assert ran(model, x) == [("layers.0", "sdpa_flash"), ("layers.1", "eager")]
-        assert dispatch.plan(x, x, x).name == "sdpa_flash"  # outside every layer
+        unpinned = dispatch.plan(x, x, x).name  # outside every layer
+        assert unpinned != "eager"
+        assert ran(model, x) == [("layers.0", unpinned), ("layers.1", "eager")]
 
 
 def test_warm_calls_of_two_layers_are_kept_apart(pinned, monkeypatch):

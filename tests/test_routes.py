@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-import subprocess
 import sys
 import warnings
 import weakref
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,7 +23,6 @@ from attn_dispatch import (
     reference,
     variants,
 )
-from attn_dispatch.errors import BuildError, ConfigError
 from attn_dispatch.ir.ops import bucket
 from attn_dispatch.plan import make_plan
 from attn_dispatch.routes import PythonGuard, Route, _guard_by_torch, find_in_python, make_guard, routes
@@ -285,95 +280,6 @@ def test_a_call_with_operands_that_are_prepared_is_the_same_warm_and_cold():
         mask.logical_not_()
         torch.testing.assert_close(dispatch.attention(q, k, v, mask[1:]), sdpa(q, k, v, mask[1:]))
         mask.logical_not_()
-
-
-# --- building it -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
-def test_build_makes_one_file_that_loads_and_removes_that_of_another_source(tmp_path):
-    path = native.built_path(tmp_path)
-    old = tmp_path / path.name.replace(path.name.split("-")[1], "0123abcd")  # of another source
-    other_torch = tmp_path / path.name.replace("-torch", "-torch1.")
-    for file in (old, other_torch):
-        file.write_bytes(b"")
-    assert native.build(tmp_path) == path
-    assert set(tmp_path.iterdir()) == {path, other_torch}
-    module = native.load(path)
-    x = torch.zeros(2, 3, 4, 8)
-    assert module.find({(): (Route(module.Guard((x, x, x)), "run"),)}, (), (x, x, x)) == "run"
-
-
-def test_what_compiles_and_does_not_load_is_not_kept(tmp_path, monkeypatch):
-    def broken(scratch: Path) -> Path:
-        (scratch / "_lookup.so").write_bytes(b"not a library")
-        return scratch / "_lookup.so"
-
-    monkeypatch.setattr(native, "_compile", broken)
-    with pytest.raises(BuildError, match=r"it does not load \(exit code 1\).*ImportError"):
-        native.build(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_build_without_a_compiler_says_so_and_leaves_nothing(tmp_path, monkeypatch):
-    for name in ("CC", "CXX"):
-        monkeypatch.setenv(name, str(tmp_path / "no-compiler"))
-    with pytest.raises(BuildError, match=r"(?s)cannot be built against torch .*It takes setuptools and a C\+\+"):
-        native.build(tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_what_was_built_for_another_torch_is_not_looked_at(monkeypatch):
-    monkeypatch.delenv("ATTN_DISPATCH_LOOKUP", raising=False)
-    here = native.built_path()
-    monkeypatch.setattr(torch, "__version__", "2.99.0+strange/build")
-    assert native.built_path() != here
-    assert native.built_path().parent == here.parent
-    assert "not built" in native.lookup.__wrapped__().why
-
-
-def test_a_python_without_gil_does_without_the_compiled_lookup(tmp_path, monkeypatch):
-    monkeypatch.delenv("ATTN_DISPATCH_LOOKUP", raising=False)
-    monkeypatch.setattr(native, "_HAS_NO_GIL", True)
-    assert "relies on the GIL" in native.lookup.__wrapped__().why
-    with pytest.raises(BuildError, match="relies on the GIL"):
-        native.build(tmp_path)
-
-
-def test_a_broken_file_is_told_of_and_the_lookup_stays_in_python(tmp_path, monkeypatch):
-    monkeypatch.delenv("ATTN_DISPATCH_LOOKUP", raising=False)
-    broken = native.built_path(tmp_path)
-    broken.write_bytes(b"not a library")
-    monkeypatch.setattr(native, "built_path", lambda: broken)
-    found = native.lookup.__wrapped__()
-    assert found.module is None
-    assert broken.name in found.why
-    assert "attn-dispatch build --force" in found.why
-
-
-def test_the_environment_can_ask_for_the_lookup_in_python():
-    code = (
-        "import sys, torch; from attn_dispatch import dispatch, native, routes\n"
-        "x = torch.ones(1, 2, 3, 8); a, b = dispatch.attention(x, x, x), dispatch.attention(x, x, x)\n"
-        "assert torch.equal(a, b) and len(routes.routes.table) == 1 and routes.find is routes.find_in_python\n"
-        "print(native.lookup().why)"
-    )
-    environment = {**os.environ, "ATTN_DISPATCH_LOOKUP": "python"}
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "Python: ATTN_DISPATCH_LOOKUP=python"
-
-
-def test_another_word_in_the_environment_is_named(monkeypatch):
-    monkeypatch.setenv("ATTN_DISPATCH_LOOKUP", "off")
-    with pytest.raises(ConfigError, match="ATTN_DISPATCH_LOOKUP='off' is no lookup; there is python"):
-        native.lookup.__wrapped__()
-
-
-@needs_compiled
-def test_the_compiled_module_takes_nobodys_name():
-    code = "import sys; from attn_dispatch import dispatch; assert 'lookup' not in sys.modules, sys.modules['lookup']"
-    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 # --- growing key lengths ----------------------------------------------------------------------------------------------

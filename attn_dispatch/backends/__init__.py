@@ -21,6 +21,7 @@ def attn_dispatch_backends() -> list[Backend]:
     """All built-in backends. Importing them imports torch and nothing else."""
     from attn_dispatch.backends.blocked import Blocked
     from attn_dispatch.backends.eager import Eager
+    from attn_dispatch.backends.flash_decode import FlashDecode
     from attn_dispatch.backends.flex import Flex
     from attn_dispatch.backends.linear import LinearBackend
     from attn_dispatch.backends.onnxruntime import OnnxRuntime
@@ -34,6 +35,7 @@ def attn_dispatch_backends() -> list[Backend]:
         SdpaCudnn(),
         SdpaEfficient(),
         SdpaMath(),
+        FlashDecode(),
         Blocked(),
         LinearBackend(),
         OnnxRuntime(),

@@ -29,6 +29,7 @@ __all__ = [
     "capability_reasons",
     "differentiable_twice",
     "is_causal_only",
+    "mask_parts",
     "patch_dead_rows",
 ]
 

@@ -38,6 +38,7 @@ RATES: dict[str, dict[str, Rates]] = {
     "cpu": {
         "sdpa_flash": Rates({"": 70.0, "float32": 85.0, "float64": 35.0}, 15.0, 10.0),
         "sdpa_math": Rates({"": 45.0, "float64": 22.0}, 8.0, 9.0),
+        "flash_decode": Rates({"": 90.0}, 15.0, 4.0),
         "blocked": Rates({"": 50.0, "float64": 22.0}, 12.0, 11.0),
         "eager": Rates({"": 45.0, "float64": 20.0}, 8.0, 12.0),
         "": Rates({"": 50.0, "float64": 20.0}, 10.0, 15.0),

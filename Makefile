@@ -13,7 +13,7 @@ PLUGIN_VENV ?= .venv-plugins
 PLUGIN_STAMP := $(PLUGIN_VENV)/.installed
 PLUGINS := openvino flash_attn flashinfer fla
 
-.PHONY: lookup demo test test-onnxruntime test-plugins check docs bench clean
+.PHONY: native demo test test-onnxruntime test-plugins check docs bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,14 +25,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps fla-core attn-gym torchscale einops -c constraints.txt
 	touch $@
 
-# Built when it is missing or its source has changed; without a compiler the lookup stays in Python.
-lookup: $(STAMP)
-	@$(BIN)/attn-dispatch build || echo "the lookup stays in Python"
+# Built where it is missing or its source has changed; without a compiler we do without.
+native: $(STAMP)
+	@$(BIN)/attn-dispatch build || echo "what could not be built is done without"
 
-demo: lookup
+demo: native
 	$(BIN)/attn-dispatch demo
 
-test: lookup
+test: native
 	$(BIN)/python -m pytest -n 2
 
 # Links to the packages of the first environment instead of a second torch. pip sees its own onnxruntime and no other.
@@ -69,9 +69,9 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(BIN)/python -m attn_dispatch.cli.docs
 
-bench: lookup
+bench: native
 	$(BIN)/attn-dispatch bench
 
 clean:
-	rm -rf attn_dispatch/native/lookup-* attn_dispatch/native/.build-*
+	rm -rf attn_dispatch/native/lookup-* attn_dispatch/native/decode-* attn_dispatch/native/.build-*
 	rm -rf $(VENV) $(ORT_VENV) $(PLUGIN_VENV) build dist *.egg-info

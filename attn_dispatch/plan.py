@@ -329,7 +329,7 @@ def _guard_excluded(run: Run, op: AttentionOp, decision: Decision, registry: Reg
     """
     steps = decision.chosen.chain.steps
     reaching = steps[0].inner if steps and steps[0].cuts_excluded else op
-    if not _excludes_keys(reaching) or decision.chosen.backend.name == "eager":
+    if not _excludes_keys(reaching) or decision.chosen.backend.capability_on(op.device).hides_nan:
         return run
     if op.traced or op.device != "cpu":
         if reference.column_masks(op.mask) is None:

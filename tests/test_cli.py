@@ -324,6 +324,7 @@ def test_build_goes_on_where_one_part_fails_and_says_so(monkeypatch: pytest.Monk
 def test_doctor_names_backends_devices_and_folders() -> None:
     text = text_of("doctor")
     assert f"lookup         {native.lookup().why}" in text
+    assert f"decode         {native.decode().why}" in text
     for name in ("sdpa_flash", "eager", "attn-dispatch", "cpu", torch.__version__, str(settings().cache_dir)):
         assert name in text
 

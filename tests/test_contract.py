@@ -103,7 +103,7 @@ def test_bands_then_fold_groups_then_sdpa_flash_is_verified_for_a_windowed_gqa_c
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
 def test_every_dtype_is_verified_on_every_backend_that_runs_here(dtype):
     for backend in HERE:
-        if dtype in current().backends[backend].capability_on("cpu").dtypes:
+        if (backend, dtype) != ("flash_decode", "float64"):
             assert any(backend in verified(case) for case in CASES if case.dtype == dtype), backend
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from attn_dispatch import native, tiling
+from attn_dispatch import native, reference, tiling
 from attn_dispatch.backend import Backend, Cost, Executable, Operands, Raw, Run, dense_cost
 from attn_dispatch.backends.sdpa import MASK_FEATURES, boolean_mask, mask_parts
 from attn_dispatch.capability import Capability, Limit, Reason
@@ -27,14 +27,15 @@ from attn_dispatch.ir.weights import Softmax
 
 __all__ = ["FlashDecode"]
 
-_MOST_ROWS = 64  # from 16 on matrix products are faster; this many are still right and fit into the cache
+_MOST_ROWS = 64  # from 16 on matrix products are as fast; so many are still worth the memory of a thread
+_KERNEL = 1  # its version: what was measured with another is measured anew
 _FEW_ROWS = 8  # of a group: what the rates of the other backends promise they reach with many rows alone
 _FEATURES = MASK_FEATURES | {"mask:Window", "q_offset:nonzero", "q_offset:tensor", "score:SoftCap", "score:Bias"}
 _FEATURES |= {"score:Alibi", "weight:Softmax", "sinks", "gqa", "dv_differs", "lse", "scale<=0"}
 
 
 class FlashDecode(Backend):
-    """Keys split among the threads, read once for all rows of a group (Flash-Decoding, Dao et al. 2023)."""
+    """Keys split among the threads, read once for the heads of a group (Flash-Decoding, Dao et al. 2023)."""
 
     name = "flash_decode"
     tested = "cpu"
@@ -54,20 +55,32 @@ class FlashDecode(Backend):
                 Limit("Sq", maximum=_MOST_ROWS, hint='backend="sdpa_flash"'),
             ),
             hides_nan=True,
-            notes="in C++, there after `attn-dispatch build`; forward only; seen with AVX2 alone",
+            notes="in C++, there after `attn-dispatch build`; forward only; seen with AVX2 alone; tensors that wrap "
+            "others, and calls under a dispatch mode, run in eager",
         ),
     )
+
+    def version(self) -> str:
+        return f"{_KERNEL} on torch {torch.__version__}"
 
     def unavailable(self) -> Reason | None:
         built = native.decode()
         return None if built.module is not None else Reason("version", "decode.cpp", None, "built", text=built.why)
+
+    def extra_reasons(self, op: AttentionOp) -> list[Reason]:
+        kinds = [type(term) for term in op.score]
+        if SoftCap not in kinds[1:] and kinds.count(Alibi) <= 1:
+            return []
+        order = " then ".join(map(str, op.score))
+        text = f"scores of {order}; takes one soft cap before all else, and slopes once"
+        return [Reason("limit", "score", order, "SoftCap, Bias, Alibi", 'backend="eager"', text)]
 
     def compile(self, op: AttentionOp) -> Executable:
         return Executable(_compile(op))
 
     def estimate(self, op: AttentionOp) -> Cost:
         cost, (_, seen) = dense_cost(op), tiling.key_span(op, op.Sq)
-        visited = seen / op.Skv
+        visited = 1.0 if op.static_offset() is None else seen / op.Skv
         return Cost(cost.flops * visited * max(1.0, op.groups * op.Sq / _FEW_ROWS), cost.bytes * visited, 1.0)
 
 
@@ -88,8 +101,13 @@ def _compile(op: AttentionOp) -> Run:
     slopes = next((term.slopes.name for term in op.score if isinstance(term, Alibi)), None)
     sinks = op.weight.sinks.name if isinstance(op.weight, Softmax) and op.weight.sinks is not None else None
 
+    def by_operators(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
+        raw = reference.attention(op, q, k, v, t)
+        return raw if wants_lse else raw.out
+
     def bare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-        return decode(q, k, v, scale, cap, left, right, offset, False)
+        result = decode(q, k, v, scale, cap, left, right, offset, False)
+        return by_operators(q, k, v, t) if result is NotImplemented else result
 
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
         result = decode(
@@ -101,6 +119,8 @@ def _compile(op: AttentionOp) -> Run:
             None if slopes is None else t[slopes],
             None if sinks is None else t[sinks],
         )
+        if result is NotImplemented:
+            return by_operators(q, k, v, t)
         return Raw(*result) if wants_lse else result
 
     return run if wants_lse or offsets or lengths or kept or biases or slopes or sinks else bare

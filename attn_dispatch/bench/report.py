@@ -17,7 +17,7 @@ import torch
 from attn_dispatch.bench.by_hand import is_sdpa
 from attn_dispatch.bench.measure import Row
 from attn_dispatch.device import facts
-from attn_dispatch.native import lookup
+from attn_dispatch.native import decode, lookup
 
 __all__ = ["Report", "Summary", "environment", "geomean"]
 
@@ -176,6 +176,7 @@ def environment(device: str = "cpu") -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load": load,
         "lookup": "compiled" if lookup().module is not None else "Python",
+        "decode": "compiled" if decode().module is not None else "missing",
         "libraries": libraries,
     }
 

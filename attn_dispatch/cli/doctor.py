@@ -31,7 +31,7 @@ def examine() -> dict[str, Any]:
     from attn_dispatch import __version__
     from attn_dispatch.device import facts
     from attn_dispatch.errors import ConfigWarning, PluginWarning
-    from attn_dispatch.native import lookup
+    from attn_dispatch.native import decode, lookup
     from attn_dispatch.registry import current
     from attn_dispatch.selection.pins import settle
     from attn_dispatch.settings import settings
@@ -52,6 +52,7 @@ def examine() -> dict[str, Any]:
         "devices": devices,
         "torch": {"cuda": torch.version.cuda, "cuda_available": cuda, "cpu_capability": _cpu_capability()},
         "lookup": lookup().why,
+        "decode": decode().why,
         "libraries": {name: version for name in _LIBRARIES if (version := _version(name)) is not None},
         "backends": [
             _backend(b, registry.origins[b.name]) | {"entry_point": _entry_point(points.get(b.name))}
@@ -161,7 +162,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
         lines.append(f"{'cuda':<14} not here: {built}")
     libraries = "   ".join(f"{name} {version}" for name, version in found["libraries"].items())
     lines += [f"libraries      {libraries}   (torch uses {torch_facts['cpu_capability']})"]
-    lines += [f"lookup         {found['lookup']}", "", "backends"]
+    lines += [f"{name:<15}{found[name]}" for name in ("lookup", "decode")]
+    lines += ["", "backends"]
     for b in found["backends"]:
         state = "ready" if b["available"] else f"not available: {b['reason']}"
         state += f", with {b['options']}" if b["options"] else ""

@@ -47,21 +47,36 @@ class Source:
     Args:
         name: of the module, and of its first file without the suffix.
         files: what it is made of; the first is compiled.
+        trial: what a new ``module`` must be able to do, with torch imported.
         without: what is lost where it is not built.
+        compilers: those that it is written for.
         computes: it is compiled for this machine's vectors, and runs in torch's threads.
     """
 
     name: str
     files: tuple[str, ...]
+    trial: str
     without: str
+    compilers: str
     computes: bool = False
 
 
-LOOKUP = Source("lookup", ("lookup.cpp",), "a call takes a microsecond more")
-DECODE = Source(
-    "decode", ("decode.cpp", "decode.h"), "decode steps on the CPU run in other backends, at half the speed", True
+LOOKUP = Source(
+    "lookup",
+    ("lookup.cpp",),
+    "assert module.find({}, (), ()) is None",
+    "a call takes a microsecond more",
+    "g++, clang++ or MSVC",
 )
-SOURCES = (LOOKUP, DECODE)
+DECODE = Source(
+    "decode",
+    ("decode.cpp", "decode.h"),
+    "x = torch.ones(1, 1, 1, 99); assert module.decode(x, x, x, 1.0, None, None, None, None, False).sum() == 99",
+    "decode steps on the CPU run in other backends, at half the speed",
+    "g++ (on a Mac clang++, for one thread)",
+    computes=True,
+)
+SOURCES = (LOOKUP,) if os.name == "nt" else (LOOKUP, DECODE)
 
 
 @dataclass(frozen=True)
@@ -83,7 +98,7 @@ def built_path(source: Source, folder: Path = _FOLDER) -> Path:
     Args:
         folder: where it stands; beside its source by default.
     """
-    text = b"".join((_FOLDER / name).read_bytes() for name in source.files)
+    text = b"".join((_FOLDER / name).read_bytes() for name in source.files) + " ".join(_flags(source)).encode()
     suffix = sysconfig.get_config_var("EXT_SUFFIX") or ".so"
     kind = f"-{re.sub(r'[^a-z0-9]', '', _vectors().lower())}" if source.computes else ""
     made_for = re.sub(r"[^\w.+]", "_", str(torch.__version__))
@@ -108,6 +123,8 @@ def decode() -> Built:
 def _find(source: Source) -> Built:
     if _HAS_NO_GIL:
         return Built(None, "what is compiled relies on the GIL, which this Python is built without")
+    if source not in SOURCES:
+        return Built(None, f"{source.files[0]} is written for {source.compilers}")
     path = built_path(source)
     if not path.is_file():
         return Built(None, "not built; `attn-dispatch build` does")
@@ -157,7 +174,7 @@ def build(source: Source, folder: Path = _FOLDER) -> Path:
         except Exception as error:  # a compiler and its tools may fail in any way
             raise BuildError(
                 f"{source.files[0]} cannot be built against torch {torch.__version__}: {error}. It takes setuptools "
-                "and a C++ compiler (g++, clang++ or MSVC; CXX names it). Without it everything works, and "
+                f"and a C++ compiler ({source.compilers}; CXX names it). Without it everything works, and "
                 f"{source.without}"
             ) from error
         os.replace(made, path)  # whole or not at all: another process may be looking
@@ -203,13 +220,13 @@ def _vectors() -> str:
 
 
 def _try_out(source: Source, made: Path) -> None:
-    """Load it in another process: a bad one may end its process, and Windows does not move a file that is loaded."""
+    """Use it in another process: a bad one may end its process, and Windows does not move a file that is loaded."""
     code = (
-        f"from pathlib import Path; from attn_dispatch.native import {source.name.upper()}, load; "
-        f"load({source.name.upper()}, Path({str(made)!r}))"
+        f"import torch; from pathlib import Path; from attn_dispatch.native import {source.name.upper()}, load; "
+        f"module = load({source.name.upper()}, Path({str(made)!r})); {source.trial}"
     )
     command = [sys.executable, "-c", code]
     done = subprocess.run(command, env=child_environment(), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         said = done.stderr.strip().splitlines()[-1:]
-        raise ImportError(f"it does not load (exit code {done.returncode}): {' '.join(said)}")
+        raise ImportError(f"it does not work (exit code {done.returncode}): {' '.join(said)}")

@@ -7,6 +7,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/record_function.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
@@ -19,9 +20,20 @@
 
 namespace {
 
+using flash_decode::kNoLimit;
 using flash_decode::Pairs;
 
-constexpr int64_t kFar = int64_t(1) << 40;  // beyond any length, and far enough from overflow to be added
+// A tensor whose values are not its own: of a subclass that wraps others, of a transform, without any.
+bool is_wrapper(PyObject* object) {
+  if (object == nullptr || !PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
+    return false;
+  }
+  const at::TensorBase& x = THPVariable_Unpack(object);
+  const auto keys = x.key_set();
+  return keys.has_any(c10::python_ks) || keys.has(c10::DispatchKey::FuncTorchBatched) ||
+      keys.has(c10::DispatchKey::FuncTorchGradWrapper) || keys.has(c10::DispatchKey::Functionalize) ||
+      x.unsafeGetTensorImpl()->has_symbolic_sizes_strides();
+}
 
 at::Tensor tensor_of(PyObject* object, const char* name) {
   // not THPVariable_Check, which believes what a proxy says of its class
@@ -29,13 +41,8 @@ at::Tensor tensor_of(PyObject* object, const char* name) {
   TORCH_CHECK_TYPE(is_tensor, name, " must be a tensor, got a ", Py_TYPE(object)->tp_name);
   at::Tensor x = THPVariable_Unpack(object);
   const auto keys = x.key_set();
-  TORCH_CHECK_TYPE(
-      x.layout() == at::kStrided && x.is_cpu() && x.has_storage() && !x.is_nested() &&
-          !x.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !keys.has_any(c10::python_ks) &&
-          !keys.has(c10::DispatchKey::FuncTorchBatched) && !keys.has(c10::DispatchKey::FuncTorchGradWrapper) &&
-          !keys.has(c10::DispatchKey::Functionalize),
-      name,
-      " must be a strided tensor on the CPU with values of its own");
+  const bool is_readable = x.layout() == at::kStrided && x.is_cpu() && x.has_storage() && !x.is_nested();
+  TORCH_CHECK_TYPE(is_readable, name, " must be a strided tensor on the CPU");
   TORCH_CHECK(
       !(c10::GradMode::is_enabled() && x.requires_grad()), name, " requires a gradient, and flash_decode has none");
   const bool is_lazy = keys.has(c10::DispatchKey::Negative) || keys.has(c10::DispatchKey::ZeroTensor);
@@ -69,21 +76,26 @@ Pairs<T> pairs_of(const at::Tensor& x) {
   return out;
 }
 
-int64_t distance_of(PyObject* object) {
-  if (object == Py_None) {
-    return kFar;
-  }
-  const int64_t n = THPUtils_unpackLong(object);
-  return std::clamp(n, -kFar, kFar);
+int64_t number_or(PyObject* object, int64_t otherwise) {
+  return object == Py_None ? otherwise : std::clamp<int64_t>(THPUtils_unpackLong(object), -kNoLimit, kNoLimit);
 }
 
 // decode(q, k, v, scale, cap, left, right, offset, lse, offsets, lengths, keep, bias, slopes, sinks); the last six may
-// be left out. None is no cap, no limit, and an offset of Skv - Sq.
+// be left out. None is no cap, no limit, and an offset of Skv - Sq. NotImplemented for tensors that wrap others, and
+// under a dispatch mode, which would see nothing of what is computed here.
 PyObject* decode(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   constexpr Py_ssize_t kLeast = 9, kMost = 15;
   TORCH_CHECK_TYPE(count >= kLeast && count <= kMost, "decode takes 9 to 15 arguments, got ", count);
   const auto argument = [&](Py_ssize_t i) { return i < count ? args[i] : nullptr; };
+  for (const Py_ssize_t i : {0, 1, 2, 9, 10, 11, 12, 13, 14}) {
+    if (is_wrapper(argument(i))) {
+      Py_RETURN_NOTIMPLEMENTED;
+    }
+  }
+  if (c10::impl::TorchDispatchModeTLS::any_modes_set()) {
+    Py_RETURN_NOTIMPLEMENTED;
+  }
   const at::Tensor q = tensor_of(args[0], "query"), k = tensor_of(args[1], "key"), v = tensor_of(args[2], "value");
   TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4, "query, key and value must have four dimensions");
   TORCH_CHECK_TYPE(
@@ -96,11 +108,12 @@ PyObject* decode(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) 
   TORCH_CHECK(q.numel() > 0 && k.numel() > 0 && v.numel() > 0, "query, key and value must have elements");
   TORCH_CHECK(Hkv > 0 && Hq % Hkv == 0, "Hq ", Hq, " is not a multiple of Hkv ", Hkv);
   TORCH_CHECK(Skv <= std::numeric_limits<int32_t>::max(), "Skv ", Skv, " is beyond an int32");
-  TORCH_CHECK(
-      q.stride(3) == 1 && k.stride(3) == 1 && v.stride(3) == 1, "the last dimension must be contiguous");
+  for (const auto* x : {&q, &k, &v}) {
+    TORCH_CHECK(x->stride(3) == 1 || x->size(3) == 1, "the last dimension must be contiguous");
+  }
   const double scale = PyFloat_AsDouble(args[3]), cap = args[4] == Py_None ? 0.0 : PyFloat_AsDouble(args[4]);
-  const int64_t left = distance_of(args[5]), right = distance_of(args[6]);
-  const int64_t offset = args[7] == Py_None ? Skv - Sq : distance_of(args[7]);
+  const int64_t left = number_or(args[5], kNoLimit), right = number_or(args[6], kNoLimit);
+  const int64_t offset = number_or(args[7], Skv - Sq);
   if (PyErr_Occurred()) {
     return nullptr;
   }
@@ -130,7 +143,7 @@ PyObject* decode(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) 
         left, right, offset,
         offsets ? offsets->const_data_ptr<int64_t>() : nullptr,
         lengths ? lengths->const_data_ptr<int64_t>() : nullptr,
-        keep ? pairs_of<bool>(*keep) : Pairs<bool>{},
+        keep ? pairs_of<uint8_t>(keep->view(at::kByte)) : Pairs<uint8_t>{},
         bias ? pairs_of<float>(*bias) : Pairs<float>{},
         slopes ? data(slopes) : nullptr,
         sinks ? data(sinks) : nullptr,

@@ -1,7 +1,8 @@
 // Attention of a few query rows over many keys, on the CPU: what the backend `flash_decode` runs. Each key and value is
-// read once for all query heads of its group. The keys are split among the threads, and the parts are merged through
-// their maxima and sums: Flash-Decoding (Dao et al. 2023, https://crfm.stanford.edu/2023/10/12/flashdecoding.html).
-// Accumulation is fp32. A key that a row may not attend is not read for it, so nothing that stands there can leak.
+// read once for all query heads of its group, where these attend the same keys. The keys are split among the threads,
+// and the parts are merged through their maxima and sums: Flash-Decoding (Dao et al. 2023,
+// https://crfm.stanford.edu/2023/10/12/flashdecoding.html). Accumulation is fp32. A key that a row may not attend is
+// not read for it, so nothing that stands there can leak.
 
 #pragma once
 
@@ -22,6 +23,8 @@ using Vec = at::vec::Vectorized<float>;
 constexpr int64_t kLanes = Vec::size();
 constexpr int64_t kTile = 64;               // keys that are scored before their values are added up
 constexpr int64_t kLeastWork = 32 << 10;    // elements of keys and values that are worth waking a thread for
+constexpr int64_t kFar = int64_t(1) << 60;  // no position is farther than this from key 0
+constexpr int64_t kNoLimit = 4 * kFar;      // of a window: beyond every position, and far from overflow when added
 constexpr float kMinusInf = -std::numeric_limits<float>::infinity();
 static_assert(kTile % kLanes == 0);
 
@@ -51,11 +54,11 @@ struct Call {
   int64_t B, Hq, Hkv, Sq, Skv, D, Dv;
   Pairs<T> q, k, v;
   float scale, cap;         // cap 0: none
-  int64_t left, right;      // how far before and after its own position a row attends
+  int64_t left, right;      // how far before and after its own position a row attends; at most kNoLimit
   int64_t offset;           // key position of query row 0
   const int64_t* offsets;   // the same for each sequence, [B], or null
   const int64_t* lengths;   // keys of each sequence, [B], or null
-  Pairs<bool> keep;
+  Pairs<uint8_t> keep;      // of a bool tensor, whose bytes torch does not promise to be 0 or 1
   Pairs<float> bias;
   const float* slopes;      // [Hq] or null
   const float* sinks;       // [Hq] or null
@@ -69,7 +72,7 @@ struct Call {
     return groups() * Sq;
   }
   int64_t position(int64_t b, int64_t i) const {
-    return i + (offsets != nullptr ? offsets[b] : offset);
+    return i + std::clamp(offsets != nullptr ? offsets[b] : offset, -kFar, kFar);
   }
   // The keys that window and lengths leave to the query rows first to last of a sequence.
   std::pair<int64_t, int64_t> keys_of(int64_t b, int64_t first, int64_t last) const {
@@ -311,19 +314,15 @@ class Worker {
     }
   }
 
+  // The keys first to last, no more than a tile, for each row those that it attends.
   void add_tile(int64_t first, int64_t last) {
     std::array<int32_t, kTile> keys;
-    bool alike = !call_.bias && !call_.keep.differs_by_row();
-    for (int64_t i = 0; i < call_.Sq && alike; ++i) {
-      const auto [from, to] = call_.keys_of(b_, i, i);
-      alike = from <= first && to >= last;
-    }
-    if (alike) {
-      return add(0, call_.rows(), keys.data(), list_keys(0, first, last, keys.data()));
+    const int64_t n = list_keys(0, first, last, keys.data());
+    if (all_attend(keys.data(), n, first, last)) {
+      return add(0, call_.rows(), keys.data(), n);
     }
     for (int64_t r = 0; r < call_.rows(); ++r) {
-      const auto [from, to] = call_.keys_of(b_, query_of(r), query_of(r));
-      add(r, 1, keys.data(), list_keys(r, std::max(first, from), std::min(last, to), keys.data()));
+      add(r, 1, keys.data(), list_keys(r, first, last, keys.data()));
     }
   }
 
@@ -339,15 +338,32 @@ class Worker {
     return r % call_.Sq;
   }
 
+  // Whether every row attends the n keys that row 0 does.
+  bool all_attend(const int32_t* keys, int64_t n, int64_t first, int64_t last) const {
+    const bool per_head = call_.bias.differs_by_row() || call_.keep.differs_by_row();
+    if (!per_head && call_.Sq == 1) {
+      return true;
+    }
+    std::array<int32_t, kTile> others;
+    const int64_t step = per_head ? 1 : call_.Sq - 1;  // windows move one way: the last row stands for those between
+    for (int64_t r = step; r < (per_head ? call_.rows() : call_.Sq); r += step) {
+      if (list_keys(r, first, last, others.data()) != n || !std::equal(keys, keys + n, others.data())) {
+        return false;
+      }
+    }
+    return true;
+  }
+
   // Those of the keys first to last that row r attends; -inf in a bias masks, too.
   int64_t list_keys(int64_t r, int64_t first, int64_t last, int32_t* keys) const {
-    const bool* keep = call_.keep ? call_.keep.row(b_, head_of(r), query_of(r)) : nullptr;
+    const auto [from, to] = call_.keys_of(b_, query_of(r), query_of(r));
+    const uint8_t* keep = call_.keep ? call_.keep.row(b_, head_of(r), query_of(r)) : nullptr;
     const float* bias = call_.bias ? call_.bias.row(b_, head_of(r), query_of(r)) : nullptr;
     int64_t n = 0;
-    for (int64_t j = first; j < last; ++j) {
+    for (int64_t j = std::max(first, from); j < std::min(last, to); ++j) {
       keys[n] = static_cast<int32_t>(j);
-      n += (keep == nullptr || keep[j * call_.keep.strides[3]]) &&
-          (bias == nullptr || bias[j * call_.bias.strides[3]] != kMinusInf);
+      const bool is_kept = keep == nullptr || keep[j * call_.keep.strides[3]] != 0;
+      n += is_kept && (bias == nullptr || bias[j * call_.bias.strides[3]] != kMinusInf) ? 1 : 0;
     }
     return n;
   }
@@ -454,7 +470,11 @@ void compute(const Call<T>& call) {
   const Tiles<T> tiles(call);
   const int64_t units = tiles.starts.back(), heads = call.B * call.Hkv;
   const int64_t worth = std::max<int64_t>(1, units * kTile * (call.D + call.Dv) / kLeastWork);
+#ifdef INTRA_OP_PARALLEL
   const int64_t shares = std::min({static_cast<int64_t>(at::get_num_threads()), units, worth});
+#else
+  const int64_t shares = 1;  // at::parallel_for has one thread without OpenMP
+#endif
   // heads that a border between two shares cuts: [share][0] one that began before it, [share][1] one that ends with it
   std::vector<std::array<Softmax, 2>> parts(shares);
   const auto border = [&](int64_t share) { return share * units / shares; };

@@ -13,6 +13,9 @@ import torch
 __all__ = ["DeviceFacts", "cuda_arch", "current", "facts", "free_memory"]
 
 
+_VECTORS = ("AVX2", "AVX512", "SVE256")  # of torch's words those that tell CPUs of one architecture apart
+
+
 @dataclass(frozen=True)
 class DeviceFacts:
     """What is known of one device kind.
@@ -20,7 +23,7 @@ class DeviceFacts:
     Args:
         type: ``"cpu"``, ``"cuda"`` ...
         name: the model, ``"AMD EPYC"``, ``"NVIDIA H200"``.
-        arch: ``"x86_64"``, ``"sm90"``.
+        arch: ``"x86_64-avx2"``, ``"sm90"``; that of a CPU with the vectors that torch's kernels use on it.
         threads: threads that torch uses; 0 where it means nothing.
     """
 
@@ -48,8 +51,13 @@ def _facts(device_type: str, index: int, threads: int) -> DeviceFacts:
     if index >= 0:
         return DeviceFacts("cuda", torch.cuda.get_device_name(index), cuda_arch())
     if device_type == "cpu":
-        return DeviceFacts("cpu", _cpu_name(), platform.machine(), threads)
+        return DeviceFacts("cpu", _cpu_name(), _cpu_arch(), threads)
     return _accelerator(device_type) or DeviceFacts(device_type, device_type, "unknown")
+
+
+def _cpu_arch() -> str:
+    kind = torch.backends.cpu.get_cpu_capability()
+    return f"{platform.machine()}-{kind.lower()}" if kind in _VECTORS else platform.machine()
 
 
 def _accelerator(device_type: str) -> DeviceFacts | None:

@@ -538,7 +538,7 @@ def test_settings_finds_the_project_the_user_and_the_shipped_files(
 
 
 def machine(monkeypatch: pytest.MonkeyPatch, cuda: DeviceFacts) -> None:
-    cpu = DeviceFacts("cpu", "Some CPU", "x86_64", 2)
+    cpu = DeviceFacts("cpu", "Some CPU", "x86_64-avx2", 2)
     monkeypatch.setattr(device, "facts", lambda kind: cpu if kind == "cpu" else cuda)
 
 
@@ -556,6 +556,9 @@ NONE = DeviceFacts("cuda", "cuda", "unknown")
         ("{device: cuda, arch: 'sm9*'}", H200, ""),
         ("{device: cuda, arch: sm90}", A100, "it is for cuda arch 'sm90', and here it is 'sm80'"),
         ("{device: cpu, threads: 2}", NONE, ""),
+        ("{device: cpu, arch: x86_64}", NONE, ""),
+        ("{device: cpu, arch: [aarch64, x86_64-AVX2]}", NONE, ""),
+        ("{device: cpu, arch: x86_64-avx512}", NONE, "arch 'x86_64-avx512', and here it is 'x86_64-avx2'"),
         ("{device: cpu, threads: '>=4'}", NONE, "it is for >=4 threads, and here there are 2"),
     ],
 )

@@ -343,9 +343,10 @@ def mismatch(hardware: HardwareModel | None) -> str:
     here = device.facts(hardware.device)
     if hardware.device not in ("cpu", "meta") and here.arch in ("none", "unknown"):
         return f"it is for {hardware.device}, and there is none here"
-    for key, got in (("name", here.name), ("arch", here.arch)):
+    machine = here.arch.partition("-")[0]  # a file may be for any vectors
+    for key, got, names in (("name", here.name, (here.name,)), ("arch", here.arch, (here.arch, machine))):
         wanted = getattr(hardware, key)
-        if wanted and not any(fnmatchcase(got.lower(), pattern.lower()) for pattern in wanted):
+        if wanted and not any(fnmatchcase(name.lower(), pattern.lower()) for pattern in wanted for name in names):
             return f"it is for {hardware.device} {key} {' or '.join(map(repr, wanted))}, and here it is {got!r}"
     if hardware.threads and not any(here.threads in span for span in hardware.threads):
         return f"it is for {' or '.join(map(str, hardware.threads))} threads, and here there are {here.threads}"

@@ -100,7 +100,7 @@ class HardwareModel(_Strict):
 
     device: Annotated[str, PlainValidator(device_of), WithJsonSchema(DEVICE_SCHEMA)] = Field(description="Device type.")
     name: Texts = Field(default=[], description="Patterns over the device's name as doctor prints it: * ? [abc].")
-    arch: Texts = Field(default=[], description="Patterns over the architecture: sm90, x86_64.")
+    arch: Texts = Field(default=[], description="Patterns over the architecture: sm90, x86_64, x86_64-avx2.")
     threads: Counts = Field(default=[], description="Threads that torch uses.")
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -46,6 +48,21 @@ def test_build_makes_one_file_that_loads_and_removes_that_of_another_source(tmp_
         assert module.find({(): (Route(module.Guard((x, x, x)), "run"),)}, (), (x, x, x)) == "run"
     else:
         assert torch.equal(module.decode(x, x, x + 1, 1.0, None, None, None, None, False), x + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="no g++ for x86_64")
+@pytest.mark.parametrize("kind", ["AVX512", "DEFAULT"])
+def test_the_kernel_compiles_for_vectors_that_are_not_here(monkeypatch, kind):
+    """The headers of each kind differ: one that AVX2 brings along was missing with AVX-512."""
+    from torch.utils.cpp_extension import include_paths
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: kind)
+    folders = [f"-I{folder}" for folder in (*include_paths(), sysconfig.get_paths()["include"])]
+    source = Path(native.__file__).with_name(DECODE.files[0])
+    command = ["g++", "-std=c++20", "-fsyntax-only", *native._flags(DECODE), *folders, str(source)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @each_source

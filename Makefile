@@ -32,8 +32,9 @@ native: $(STAMP)
 demo: native
 	$(BIN)/attn-dispatch demo
 
+# One thread for each of the two processes: on two cores more would wait for each other, and take half as long again.
 test: native
-	$(BIN)/python -m pytest -n 2
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2
 
 # Links to the packages of the first environment instead of a second torch. pip sees its own onnxruntime and no other.
 $(ORT_STAMP): $(STAMP) constraints-onnxruntime.txt

@@ -34,8 +34,8 @@ def _no_wish(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(not any(map(shutil.which, ("c++", "g++", "clang++"))), reason="no C++ compiler")
-@each_source
-def test_build_makes_one_file_that_loads_and_removes_that_of_another_source(tmp_path, source):
+def test_build_makes_one_file_that_loads_and_removes_that_of_another_source(tmp_path):
+    source = LOOKUP  # the other takes a minute, and `make test` has just built it
     path = native.built_path(source, tmp_path)
     old = tmp_path / path.name.replace(path.name.split("-")[1], "0123abcd")  # of another source
     other_torch = tmp_path / path.name.replace("-torch", "-torch1.")
@@ -44,20 +44,16 @@ def test_build_makes_one_file_that_loads_and_removes_that_of_another_source(tmp_
     assert native.build(source, tmp_path) == path
     assert set(tmp_path.iterdir()) == {path, other_torch}
     module, x = native.load(source, path), torch.zeros(2, 3, 4, 8)
-    if source is LOOKUP:
-        assert module.find({(): (Route(module.Guard((x, x, x)), "run"),)}, (), (x, x, x)) == "run"
-    else:
-        assert torch.equal(module.decode(x, x, x + 1, 1.0, None, None, None, None, False), x + 1)
+    assert module.find({(): (Route(module.Guard((x, x, x)), "run"),)}, (), (x, x, x)) == "run"
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(platform.machine() != "x86_64" or not shutil.which("g++"), reason="no g++ for x86_64")
-@pytest.mark.parametrize("kind", ["AVX512", "DEFAULT"])
-def test_the_kernel_compiles_for_vectors_that_are_not_here(monkeypatch, kind):
+def test_the_kernel_compiles_for_vectors_that_may_not_be_here(monkeypatch):
     """The headers of each kind differ: one that AVX2 brings along was missing with AVX-512."""
     from torch.utils.cpp_extension import include_paths
 
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: kind)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
     folders = [f"-I{folder}" for folder in (*include_paths(), sysconfig.get_paths()["include"])]
     source = Path(native.__file__).with_name(DECODE.files[0])
     command = ["g++", "-std=c++20", "-fsyntax-only", *native._flags(DECODE), *folders, str(source)]

@@ -196,7 +196,7 @@ def _in_plain_operators(
     tensors |= {"q_offset": offset} if isinstance(offset, torch.Tensor) else {}
     bound: Mask | None = None
     if isinstance(mask, Mask):
-        bound, held = mask.bind()
+        bound, held = mask.bind("traced")  # not the cached one: Dynamo cannot enter cached_property's lock
         tensors |= held
     else:
         tensors |= {"attn_mask": mask}

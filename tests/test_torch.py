@@ -355,7 +355,7 @@ class Attend(torch.nn.Module):
 
 
 EXPORTED = {"plain": {}, "causal": {"is_causal": True}, "window": {"window": (2, 0)}, "softcap": {"softcap": 2.0},
-            "mask object": {"attn_mask": masks.sliding_window(3)}, "lse": {"return_lse": True}}  # fmt: skip
+            "lse": {"return_lse": True}}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPORTED)
@@ -375,6 +375,33 @@ def test_an_exported_call_serves_all_lengths(name, backend, strict):
         inputs = qkv(*lengths)
         for got, want in zip(parts(program.module()(*inputs)), parts(module(*inputs)), strict=True):
             torch.testing.assert_close(got, want)
+
+
+FIRST = torch.arange(6) < 1
+TRACED_MASKS: dict[str, Callable[[], masks.Mask]] = {
+    "atom": lambda: masks.sliding_window(3),
+    "and": lambda: masks.sliding_window(3) & masks.prefix_lm(2),
+    "not": lambda: ~masks.sliding_window(1),
+    "nested": lambda: ~((masks.sliding_window(1) | masks.prefix_lm(2)) & masks.strided(2)) | masks.dilated(3, 2),
+    "two that read the same": lambda: masks.columns(keep=FIRST) | masks.columns(keep=~FIRST),
+    "table": lambda: masks.block_table(2, torch.ones(3, 3).tril().bool()),
+    "packed": lambda: masks.documents(torch.tensor([0, 2, 6], dtype=torch.int32)) & masks.causal(),
+}
+
+
+@pytest.mark.parametrize("name", TRACED_MASKS)
+@pytest.mark.parametrize("how", ["compile", "strict export", "strict export of eager"])
+def test_dynamo_traces_masks_that_nobody_used_before(name, how):
+    """A mask caches what it was asked, and the cache itself cannot be traced: each case makes its own mask."""
+    inputs, make = qkv(6, 6), TRACED_MASKS[name]
+    backend = "eager" if how.endswith("eager") else None
+    module = Attend(attn_mask=make(), backend=backend)
+    if how == "compile":
+        call = torch.compile(module, backend="eager", fullgraph=True)
+    else:
+        call = torch.export.export(module, tuple(inputs), strict=True).module()
+    want = dispatch.attention(*inputs, attn_mask=make(), enable_gqa=True, backend="eager")
+    torch.testing.assert_close(call(*inputs), want)
 
 
 def test_an_exported_call_honours_a_backend_and_refuses_as_the_call_does():

@@ -319,7 +319,10 @@ class _Nary(Mask):
                 raise no_mask(cls.__name__, arg)
             for part in arg.args if isinstance(arg, cls) else (arg,):
                 flat[part] = None
-        parts = sorted(flat, key=lambda part: (str(part), part._held_ids()))  # two held tensors may read the same
+        parts = list(flat)
+        if len({str(part) for part in parts}) < len(parts):  # two held tensors may read the same
+            parts.sort(key=cls._held_ids)
+        parts.sort(key=str)  # two sorts: Dynamo cannot sort by pairs
         return parts[0] if len(parts) == 1 else cls(tuple(parts))
 
     def atoms(self) -> list[Mask]:
@@ -366,7 +369,8 @@ class And(_Nary):
         return (max(lo for lo, _ in spans), min(hi for _, hi in spans))
 
     def __str__(self) -> str:
-        return " & ".join(f"({a})" if isinstance(a, Or) else str(a) for a in self.args)
+        # Lists and sums, here and below: Dynamo can join no generator, and cannot quote what it formatted.
+        return " & ".join(["(" + str(a) + ")" if isinstance(a, Or) else str(a) for a in self.args])
 
 
 @dataclass(frozen=True)
@@ -393,7 +397,7 @@ class Or(_Nary):
         return (min(lo for lo, _ in spans), max(hi for _, hi in spans)) if spans else (0, 0)
 
     def __str__(self) -> str:
-        return " | ".join(f"({a})" if isinstance(a, And) else str(a) for a in self.args)
+        return " | ".join(["(" + str(a) + ")" if isinstance(a, And) else str(a) for a in self.args])
 
 
 @dataclass(frozen=True)
@@ -431,7 +435,7 @@ class Not(Mask):
         return self.arg.sanitises
 
     def __str__(self) -> str:
-        return f"~({self.arg})" if isinstance(self.arg, (And, Or)) else f"~{self.arg}"
+        return "~(" + str(self.arg) + ")" if isinstance(self.arg, (And, Or)) else "~" + str(self.arg)
 
 
 def operand_tensor(operand: Operand, grid: Grid) -> torch.Tensor:

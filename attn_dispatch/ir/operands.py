@@ -97,7 +97,8 @@ _MAX_TABLES = 256
 def _parse_table(text: str) -> torch.Tensor:
     kind, shape_text, body = (text + " ").split(" ")[:3]
     shape = [int(n) for n in shape_text.split("x")]
-    if kind == "bool" and body and not torch._C._len_torch_dispatch_stack():  # under a mode this would not be its own
+    traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack()  # Dynamo cannot ask the second
+    if kind == "bool" and body and not traced:  # under a mode this would not be its own
         return torch.frombuffer(bytearray(body.encode()), dtype=torch.uint8).eq(ord("1")).reshape(shape)
     dtype = torch.bool if kind == "bool" else torch.int64
     values = body if kind == "bool" else (x for x in body.split(",") if x)

@@ -1,6 +1,7 @@
 """`attention`, `plan`, `explain`: the public calls, and the path from one to a kernel. Read this first.
 
-One call, top to bottom: `attention` collects the tensors, looks for a route (options, then tensors) and runs it.
+One call, top to bottom: `attention` collects the tensors, looks for a route (options, then tensors) and runs it; the
+compiled `answer` does that for the routes found last.
 Without one, it `frontend.describe` s the call as an op, `passes.canonicalise` s it, `selection.decide` s among all
 candidates, compiles the winner into a `Plan`, keeps a route to it and runs it.
 """
@@ -24,7 +25,7 @@ from attn_dispatch.patterns import PLAIN, recognised, worth_reading
 from attn_dispatch.plan import Plan, make_plan
 from attn_dispatch.registry import current
 from attn_dispatch.report import Report, make_report
-from attn_dispatch.routes import find, routes
+from attn_dispatch.routes import answer, find, routes
 from attn_dispatch.select import select
 from attn_dispatch.selection.decide import Request
 from attn_dispatch.variants import LinearState, Softmax, Variant, stateful, variant_key
@@ -35,7 +36,7 @@ __all__ = ["attention", "capture", "explain", "plan", "replace_sdpa", "select", 
 _SOFTMAX = Softmax()
 _NO_OPERANDS: dict[str, torch.Tensor] = {}
 _table = routes.table  # the same dict for ever; a name of this module is one lookup less
-_find = find
+_find, _answer = find, answer
 _context = context.active.get
 _deterministic = torch._C._get_deterministic_algorithms
 _Tensor = torch.Tensor
@@ -140,6 +141,11 @@ def attention(
         and (attn_mask is None or (type(attn_mask) is _Tensor and not attn_mask.is_nested))
         and (sinks is None or (type(sinks) in PLAIN and not sinks.is_nested))
     ):  # most calls: the kernel before has emptied the caches, and each function that is entered costs, and each value
+        result = _answer(
+            query, key, value, attn_mask, sinks, is_causal, dropout_p, scale, enable_gqa, window, softcap
+        )  # fmt: skip
+        if result is not NotImplemented:
+            return result
         given: tuple[torch.Tensor, ...] = (query, key, value)
         names: tuple[str, ...] = ()
         if attn_mask is not None:

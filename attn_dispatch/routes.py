@@ -21,8 +21,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from attn_dispatch.backend import Run
+from attn_dispatch.context import active
 from attn_dispatch.native import lookup
 from attn_dispatch.registry.discover import on_reset
 from attn_dispatch.selection.tuned import on_change
@@ -76,9 +78,23 @@ def find_in_python(table: Table, options: tuple[Any, ...], tensors: tuple[Any, .
     return None
 
 
+def answer_in_python(*_arguments: Any) -> Any:
+    """What `answer` says where nothing is compiled: that it knows no route."""
+    return NotImplemented
+
+
 _compiled = lookup().module
 find: Callable[[Table, tuple[Any, ...], tuple[Any, ...]], Run | None]
 find = find_in_python if _compiled is None else _compiled.find
+answer: Callable[..., Any]  # the result of a call whose route was found lately, NotImplemented where there is none
+answer = answer_in_python if _compiled is None else _compiled.answer
+if _compiled is not None:
+    _compiled.watch(active, vars(forward_ad))
+
+
+def _forget() -> None:
+    if _compiled is not None:
+        _compiled.forget()
 
 
 class PythonGuard:
@@ -164,6 +180,8 @@ class Routes:
             if options not in self.table and len(self.table) >= _MAX_OPTIONS:
                 self.table.pop(next(iter(self.table)))
             self.table[options] = (route, *kept[: _MAX_ROUTES - 1])
+        if replaces is not None:
+            _forget()
 
     def renew_lock(self) -> None:
         """Start with a free lock, in a process that was just forked."""
@@ -173,6 +191,7 @@ class Routes:
         """Forget all routes."""
         with self._lock:
             self.table.clear()
+        _forget()
 
 
 routes = Routes()

@@ -29,8 +29,10 @@ def each_lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     module = native.lookup().module
     if request.param == "compiled" and module is None:
         pytest.skip(native.lookup().why)
-    monkeypatch.setattr(routes, "_compiled", module if request.param == "compiled" else None)
-    monkeypatch.setattr(dispatch, "_find", module.find if request.param == "compiled" else routes.find_in_python)
+    is_compiled = request.param == "compiled"
+    monkeypatch.setattr(routes, "_compiled", module if is_compiled else None)
+    monkeypatch.setattr(dispatch, "_find", module.find if is_compiled else routes.find_in_python)
+    monkeypatch.setattr(dispatch, "_answer", module.answer if is_compiled else routes.answer_in_python)
     routes.routes.clear()
     yield
     routes.routes.clear()

@@ -8,7 +8,7 @@ scores out between them. `attn_dispatch/native/decode.h` does neither.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import reduce
+from functools import partial, reduce
 from typing import Any
 
 import torch
@@ -105,10 +105,6 @@ def _compile(op: AttentionOp) -> Run:
         raw = reference.attention(op, q, k, v, t)
         return raw if wants_lse else raw.out
 
-    def bare(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
-        result = decode(q, k, v, scale, cap, left, right, offset, False)
-        return by_operators(q, k, v, t) if result is NotImplemented else result
-
     def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, t: Operands) -> Any:
         result = decode(
             *(q, k, v, scale, cap, left, right, offset, wants_lse),
@@ -123,7 +119,9 @@ def _compile(op: AttentionOp) -> Run:
             return by_operators(q, k, v, t)
         return Raw(*result) if wants_lse else result
 
-    return run if wants_lse or offsets or lengths or kept or biases or slopes or sinks else bare
+    if wants_lse or offsets or lengths or kept or biases or slopes or sinks:
+        return run
+    return partial(module.plain, by_operators, scale, cap, left, right, offset)
 
 
 def _nearest(limits: Iterable[int | None]) -> int | None:

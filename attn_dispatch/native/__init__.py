@@ -65,7 +65,7 @@ LOOKUP = Source(
     "lookup",
     ("lookup.cpp",),
     "assert module.find({}, (), ()) is None",
-    "a call takes a microsecond more",
+    "a call takes two microseconds more",
     "g++, clang++ or MSVC",
 )
 DECODE = Source(

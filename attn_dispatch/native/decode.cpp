@@ -14,6 +14,7 @@
 #include <torch/csrc/utils/pybind.h>
 #include <torch/csrc/utils/python_numbers.h>
 
+#include <iterator>
 #include <optional>
 
 #include "decode.h"
@@ -172,7 +173,28 @@ PyObject* decode(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) 
   END_HANDLE_TH_ERRORS
 }
 
+// plain(otherwise, scale, cap, left, right, offset, q, k, v, operands): `decode` without more tensors, as the run of a
+// plan takes them when `functools.partial` has bound the first six: no frame of Python lies between a call and the
+// kernel. `otherwise` is called with the last four where `decode` does not compute it.
+PyObject* plain(PyObject* module, PyObject* const* args, Py_ssize_t count) {
+  constexpr Py_ssize_t kBound = 6, kGiven = 4;
+  if (count != kBound + kGiven) {
+    PyErr_Format(PyExc_TypeError, "plain takes %zd arguments, got %zd", kBound + kGiven, count);
+    return nullptr;
+  }
+  PyObject* const* given = args + kBound;
+  PyObject* const all[] = {given[0], given[1], given[2], args[1], args[2], args[3], args[4], args[5], Py_False};
+  PyObject* result = decode(module, all, std::size(all));
+  if (result != Py_NotImplemented) {
+    return result;
+  }
+  Py_DECREF(result);
+  return PyObject_Vectorcall(args[0], given, kGiven, nullptr);
+}
+
 PyMethodDef methods[] = {
+    {"plain", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(plain)), METH_FASTCALL,
+     "plain(otherwise, scale, cap, left, right, offset, q, k, v, operands) -> out"},
     {"decode", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(decode)), METH_FASTCALL,
      "decode(q, k, v, scale, cap, left, right, offset, lse, offsets, lengths, keep, bias, slopes, sinks) -> out | "
      "(out, lse)"},

@@ -1,19 +1,25 @@
 // The warm path of `attn_dispatch.routes` in C++: `find` is `find_in_python` there, and `Guard` compares what torch's
-// `TensorGuards` and `PythonGuard` compare; tests/test_routes.py holds them to it. Built by `attn-dispatch build` against
-// the torch that is installed, since it reads tensors as torch itself does. Python takes a microsecond more for it.
-// It relies on the GIL.
+// `TensorGuards` and `PythonGuard` compare; tests/test_routes.py holds them to it. `answer` remembers the last routes
+// that `find` found and answers the same call again: in a model the kernel before has emptied the caches, and each line
+// of memory that is read costs, so it reads few. Built by `attn-dispatch build` against the torch that is installed,
+// since it reads tensors as torch itself does. Python takes two microseconds more for it. It relies on the GIL.
 
 #include <Python.h>
 
+#include <ATen/Context.h>
 #include <ATen/core/TensorBase.h>
 #include <c10/core/GradMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/SmallVector.h>
 #include <torch/csrc/Exceptions.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/object_ptr.h>
 
+#include <algorithm>
+#include <array>
 #include <memory>
 #include <optional>
+#include <utility>
 #include <vector>
 
 namespace {
@@ -40,12 +46,12 @@ class Facts {
         dtype_(x.scalar_type()),
         device_(x.device()),
         requires_grad_(around.grad && x.requires_grad()),
-        sizes_(x.sizes().vec()) {
+        sizes_(x.sizes().begin(), x.sizes().end()) {
     if (x.dim() > 0 && x.sizes().back() > 1) {
       last_stride_ = x.strides().back();
     }
     if (length_is_open) {
-      sizes_.at(2) = kOpen;
+      sizes_[2] = kOpen;
     }
   }
 
@@ -79,7 +85,7 @@ class Facts {
   at::ScalarType dtype_;
   c10::Device device_;
   bool requires_grad_;
-  std::vector<int64_t> sizes_;
+  c10::SmallVector<int64_t, 5> sizes_;
   std::optional<int64_t> last_stride_;
 };
 
@@ -154,6 +160,8 @@ PyObject* call_guard(PyObject* self, PyObject* args, PyObject* kwargs) {
   END_HANDLE_TH_ERRORS
 }
 
+// --- looking for a route ---------------------------------------------------------------------------------------------
+
 // Whether a route is for these tensors; -1 with an exception set.
 int is_for(PyObject* route, PyObject* tensors, const Surroundings& around) {
   THPObjectPtr check(PyObject_GetAttr(route, name_check));
@@ -168,17 +176,10 @@ int is_for(PyObject* route, PyObject* tensors, const Surroundings& around) {
   return verdict ? PyObject_IsTrue(verdict) : -1;
 }
 
-// The run of a route that is for these tensors: a new reference; null without an exception where a bucket has none yet.
-PyObject* run_of(PyObject* route, PyObject* tensors) {
-  THPObjectPtr runs(PyObject_GetAttr(route, name_runs));
-  if (!runs) {
-    return nullptr;
-  }
-  if (runs.get() == Py_None) {
-    return PyObject_GetAttr(route, name_run);
-  }
-  const int64_t length = THPVariable_Unpack(PyTuple_GET_ITEM(tensors, 1)).size(2);  // left open by the guard
-  if (THPVariable_Unpack(PyTuple_GET_ITEM(tensors, 2)).size(2) != length) {
+// The run for the key length of these tensors, which the guard left open; as `run_of`.
+PyObject* run_of_bucket(PyObject* runs, PyObject* key, PyObject* value) {
+  const int64_t length = THPVariable_Unpack(key).size(2);
+  if (THPVariable_Unpack(value).size(2) != length) {
     return nullptr;
   }
   int bits = 0;
@@ -188,6 +189,191 @@ PyObject* run_of(PyObject* route, PyObject* tensors) {
   THPObjectPtr index(PyLong_FromLong(bits));
   return index ? Py_XNewRef(PyDict_GetItemWithError(runs, index)) : nullptr;
 }
+
+// The run of a route that is for these tensors: a new reference; null without an exception where a bucket has none yet.
+PyObject* run_of(PyObject* route, PyObject* tensors) {
+  THPObjectPtr runs(PyObject_GetAttr(route, name_runs));
+  if (!runs) {
+    return nullptr;
+  }
+  if (runs.get() == Py_None) {
+    return PyObject_GetAttr(route, name_run);
+  }
+  return run_of_bucket(runs, PyTuple_GET_ITEM(tensors, 1), PyTuple_GET_ITEM(tensors, 2));
+}
+
+// --- the routes found last -------------------------------------------------------------------------------------------
+
+// Where the options of a plain call stand in the key that `attention` makes of them; the names of its tensors come first.
+enum Option { kNames, kCausal, kDropout, kScale, kGqa, kWindow, kSoftcap, kContext, kDeterministic, kForwardAd, kOptions };
+
+// A route found lately for the options of a plain call.
+struct Recent {
+  THPObjectPtr options, route, guard, run, runs;  // `runs` is null where the length is not open
+  bool has_mask = false, has_sinks = false;
+};
+
+constexpr size_t kRecent = 8;
+std::array<Recent, kRecent>& recent = *new std::array<Recent, kRecent>{};  // never destroyed: Python has ended by then
+size_t recent_count = 0;
+PyObject *active_context = nullptr, *forward_ad = nullptr, *name_level = nullptr, *no_operands = nullptr;
+PyObject *name_mask = nullptr, *name_sinks = nullptr;
+
+// Whether two options are the same: by identity, or by value where that runs nobody's code.
+bool is_same(PyObject* a, PyObject* b) {
+  if (a == b) {
+    return true;
+  }
+  if (Py_TYPE(a) != Py_TYPE(b)) {
+    return false;
+  }
+  if (PyFloat_CheckExact(a)) {
+    return PyFloat_AS_DOUBLE(a) == PyFloat_AS_DOUBLE(b);
+  }
+  if (PyLong_CheckExact(a) || PyUnicode_CheckExact(a)) {
+    return PyObject_RichCompareBool(a, b, Py_EQ) == 1;
+  }
+  if (!PyTuple_CheckExact(a) || PyTuple_GET_SIZE(a) != PyTuple_GET_SIZE(b)) {
+    return false;
+  }
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(a); ++i) {
+    if (!is_same(PyTuple_GET_ITEM(a, i), PyTuple_GET_ITEM(b, i))) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Keeps a route for `answer`, where it is of a plain call and guarded in C++.
+void remember(PyObject* options, PyObject* route) {
+  if (!PyTuple_CheckExact(options) || PyTuple_GET_SIZE(options) != kOptions) {
+    return;
+  }
+  PyObject* names = PyTuple_GET_ITEM(options, kNames);
+  if (!PyTuple_CheckExact(names)) {
+    return;
+  }
+  for (size_t i = 0; i < recent_count; ++i) {
+    if (recent[i].route.get() == route) {  // found by options that are equal, and not the same
+      recent[i].options = THPObjectPtr(Py_NewRef(options));
+      return;
+    }
+  }
+  Recent found;
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
+    PyObject* name = PyTuple_GET_ITEM(names, i);
+    found.has_mask |= is_same(name, name_mask);
+    found.has_sinks |= is_same(name, name_sinks);
+  }
+  found.guard = THPObjectPtr(PyObject_GetAttr(route, name_check));
+  found.run = THPObjectPtr(PyObject_GetAttr(route, name_run));
+  found.runs = THPObjectPtr(PyObject_GetAttr(route, name_runs));
+  if (!found.guard || !found.run || !found.runs) {
+    PyErr_Clear();
+    return;
+  }
+  if (Py_TYPE(found.guard.get()) != guard_type) {
+    return;
+  }
+  if (found.runs.get() == Py_None) {
+    found.runs = THPObjectPtr();
+  }
+  found.options = THPObjectPtr(Py_NewRef(options));
+  found.route = THPObjectPtr(Py_NewRef(route));
+  const bool is_full = recent_count == kRecent;
+  recent_count += is_full ? 0 : 1;
+  const Recent oldest = std::exchange(recent[recent_count - 1], std::move(found));  // freed when all is in its place
+  std::rotate(recent.begin(), recent.begin() + recent_count - 1, recent.begin() + recent_count);
+}
+
+PyObject* forget(PyObject* /*module*/, PyObject* /*unused*/) {
+  recent_count = 0;
+  const std::array<Recent, kRecent> gone = std::exchange(recent, {});  // freed when none of them can be found any more
+  Py_RETURN_NONE;
+}
+
+PyObject* watch(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
+  if (count != 2 || !PyContextVar_CheckExact(args[0]) || !PyDict_Check(args[1])) {
+    PyErr_SetString(PyExc_TypeError, "watch takes a context variable and the names of torch.autograd.forward_ad");
+    return nullptr;
+  }
+  Py_XSETREF(active_context, Py_NewRef(args[0]));
+  Py_XSETREF(forward_ad, Py_NewRef(args[1]));
+  Py_RETURN_NONE;
+}
+
+// What `answer` is given, in this order.
+enum Given { kQuery, kKey, kValue, kMask, kSinks, kOptionsGiven, kGiven = kOptionsGiven + kSoftcap };
+
+// Whether a route is for a plain call with these arguments.
+bool is_for(const Recent& route, PyObject* const* given, PyObject* context, PyObject* level, const Surroundings& around) {
+  const bool has_mask = given[kMask] != Py_None, has_sinks = given[kSinks] != Py_None;
+  if (route.has_mask != has_mask || route.has_sinks != has_sinks) {
+    return false;
+  }
+  auto* const* options = &PyTuple_GET_ITEM(const_cast<PyObject*>(route.options.get()), 0);
+  for (int i = kCausal; i <= kSoftcap; ++i) {
+    if (!is_same(options[i], given[kOptionsGiven + i - kCausal])) {
+      return false;
+    }
+  }
+  PyObject* deterministic = at::globalContext().deterministicAlgorithms() ? Py_True : Py_False;
+  if (options[kContext] != context || options[kDeterministic] != deterministic || !is_same(options[kForwardAd], level)) {
+    return false;
+  }
+  std::array<PyObject*, 5> tensors = {given[kQuery], given[kKey], given[kValue]};
+  size_t count = 3;
+  for (int i : {kMask, kSinks}) {
+    if (given[i] != Py_None) {
+      tensors[count++] = given[i];
+    }
+  }
+  return reinterpret_cast<const Guard*>(route.guard.get())->holds_for(tensors.data(), count, around);
+}
+
+// answer(query, key, value, attn_mask, sinks, is_causal, dropout_p, scale, enable_gqa, window, softcap): the result of
+// a plain call whose route was found lately; NotImplemented where none was.
+PyObject* answer(PyObject* /*module*/, PyObject* const* given, Py_ssize_t count) {
+  HANDLE_TH_ERRORS
+  if (count != kGiven) {
+    PyErr_Format(PyExc_TypeError, "answer takes %d arguments, got %zd", static_cast<int>(kGiven), count);
+    return nullptr;
+  }
+  PyObject* level = forward_ad == nullptr ? nullptr : PyDict_GetItemWithError(forward_ad, name_level);
+  PyObject* found_context = nullptr;
+  if (level == nullptr || PyContextVar_Get(active_context, Py_None, &found_context) < 0) {
+    return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
+  }
+  THPObjectPtr context(found_context);
+  const Surroundings around;
+  for (size_t i = 0; i < recent_count; ++i) {
+    if (!is_for(recent[i], given, context, level, around)) {
+      continue;
+    }
+    if (i > 0) {
+      std::swap(recent[i], recent[0]);
+    }
+    THPObjectPtr run(
+        recent[0].runs ? run_of_bucket(recent[0].runs, given[kKey], given[kValue]) : Py_NewRef(recent[0].run.get()));
+    if (!run) {
+      break;
+    }
+    THPObjectPtr named(Py_NewRef(no_operands));
+    if (given[kMask] != Py_None || given[kSinks] != Py_None) {
+      named = THPObjectPtr(PyDict_New());
+      if (!named || (given[kMask] != Py_None && PyDict_SetItem(named, name_mask, given[kMask]) < 0) ||
+          (given[kSinks] != Py_None && PyDict_SetItem(named, name_sinks, given[kSinks]) < 0)) {
+        return nullptr;
+      }
+    }
+    PyObject* args[] = {given[kQuery], given[kKey], given[kValue], named};
+    return PyObject_Vectorcall(run, args, 4, nullptr);
+  }
+  return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
+  END_HANDLE_TH_ERRORS
+}
+
+// --- the table -------------------------------------------------------------------------------------------------------
 
 // The run of the first route for these options and tensors; null without an exception when there is none.
 PyObject* search(PyObject* table, PyObject* options, PyObject* tensors) {
@@ -204,8 +390,12 @@ PyObject* search(PyObject* table, PyObject* options, PyObject* tensors) {
     }
     if (verdict > 0) {
       PyObject* run = run_of(route, tensors);
-      if (run != nullptr || PyErr_Occurred()) {
+      if (run != nullptr) {
+        remember(options, route);
         return run;
+      }
+      if (PyErr_Occurred()) {
+        return nullptr;
       }
     }
   }
@@ -235,6 +425,11 @@ PyObject* find(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
 PyMethodDef methods[] = {
     {"find", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(find)), METH_FASTCALL,
      "find(table, options, tensors) -> run | None"},
+    {"answer", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(answer)), METH_FASTCALL,
+     "answer(query, key, value, attn_mask, sinks, *options) -> result | NotImplemented"},
+    {"forget", forget, METH_NOARGS, "forget() -> None: what `find` found lately."},
+    {"watch", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(watch)), METH_FASTCALL,
+     "watch(context, forward_ad) -> None: where `answer` reads the end of the key."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot guard_slots[] = {
@@ -250,8 +445,13 @@ int fill_module(PyObject* module) {
   name_check = PyUnicode_InternFromString("check");
   name_run = PyUnicode_InternFromString("run");
   name_runs = PyUnicode_InternFromString("runs");
+  name_mask = PyUnicode_InternFromString("attn_mask");
+  name_sinks = PyUnicode_InternFromString("sinks");
+  name_level = PyUnicode_InternFromString("_current_level");
+  no_operands = PyDict_New();
   guard_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&guard_spec));
-  if (!name_check || !name_run || !name_runs || guard_type == nullptr) {
+  if (!name_check || !name_run || !name_runs || !name_mask || !name_sinks || !name_level || !no_operands ||
+      guard_type == nullptr) {
     return -1;
   }
   return PyModule_AddObjectRef(module, "Guard", reinterpret_cast<PyObject*>(guard_type));

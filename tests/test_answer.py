@@ -1,0 +1,248 @@
+"""`answer`: the routes that were found lately, which the compiled lookup tries before the table."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as fwd
+import torch.nn.functional as F
+
+from attn_dispatch import dispatch, native
+from attn_dispatch.routes import PythonGuard, Route, answer_in_python, routes
+
+module = native.lookup().module
+pytestmark = pytest.mark.skipif(module is None, reason=native.lookup().why)
+
+Arguments = dict[str, Any]
+OPTIONS = ("is_causal", "dropout_p", "scale", "enable_gqa", "window", "softcap")
+DEFAULTS: Arguments = {"attn_mask": None, "sinks": None, "is_causal": False, "dropout_p": 0.0, "scale": None,
+                       "enable_gqa": False, "window": None, "softcap": None}  # fmt: skip
+KEY = ((), False, 0.0, None, False, None, None, None, False, -1)  # of a plain call with the defaults
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.manual_seed(0)
+    routes.clear()
+    yield
+    routes.clear()
+
+
+def qkv(sq: int = 5, skv: int = 7, hq: int = 4, hkv: int = 4, **options: Any) -> tuple[torch.Tensor, ...]:
+    return tuple(torch.randn(2, h, n, 8, **options) for h, n in ((hq, sq), (hkv, skv), (hkv, skv)))
+
+
+def answered(tensors: tuple[torch.Tensor, ...], **options: Any) -> Any:
+    """What the compiled `answer` says to a plain call."""
+    given = DEFAULTS | options
+    return module.answer(*tensors, given["attn_mask"], given["sinks"], *(given[name] for name in OPTIONS))
+
+
+def warm(tensors: tuple[torch.Tensor, ...], **options: Any) -> torch.Tensor:
+    """The call until its route was found: the first makes it, the second finds it."""
+    dispatch.attention(*tensors, **options)
+    return dispatch.attention(*tensors, **options)
+
+
+CALLS: dict[str, Arguments] = {
+    "plain": {},
+    "causal": {"is_causal": True},
+    "scaled": {"scale": 0.3},
+    "window": {"window": (2, 0)},
+    "soft cap": {"softcap": 3.0},
+    "mask of pairs": {"attn_mask": torch.randn(5, 7)},
+    "mask over keys": {"attn_mask": (torch.arange(7) < torch.tensor([[3], [7]]))[:, None, None]},
+    "sinks": {"sinks": torch.randn(4)},
+    "sinks and a mask": {"sinks": torch.randn(4), "attn_mask": torch.randn(2, 1, 5, 7)},
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_a_call_that_was_found_is_answered_and_is_the_same(name):
+    tensors, options = qkv(), CALLS[name]
+    assert answered(tensors, **options) is NotImplemented
+    want = warm(tensors, **options)
+    torch.testing.assert_close(answered(tensors, **options), want)
+    other = qkv()
+    torch.testing.assert_close(answered(other, **options), dispatch.attention(*other, **options, backend="eager"))
+
+
+CHANGES: dict[str, Arguments] = {name: options for name, options in CALLS.items() if options} | {
+    "dropout": {"dropout_p": 0.5},
+    "another kind of False": {"is_causal": 0},
+    "None for the heads": {"enable_gqa": None},
+    "another number": {"scale": 8**-0.5},
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_another_option_or_operand_is_not_answered(name):
+    tensors = qkv()
+    warm(tensors)
+    assert answered(tensors, **CHANGES[name]) is NotImplemented
+    warm(tensors, **CHANGES[name])
+    dispatch.attention(*tensors)
+    assert answered(tensors) is not NotImplemented
+
+
+def test_the_mask_and_the_sinks_are_not_taken_for_each_other():
+    tensors, operand = qkv(hq=7, hkv=7), torch.randn(7)
+    warm(tensors, sinks=operand)
+    assert answered(tensors, attn_mask=operand) is NotImplemented
+    warm(tensors, attn_mask=operand)
+    for name in ("sinks", "attn_mask"):
+        want = dispatch.attention(*tensors, **{name: operand}, backend="eager")
+        torch.testing.assert_close(answered(tensors, **{name: operand}), want)
+
+
+SITUATIONS: dict[str, Callable[[], tuple[torch.Tensor, ...]]] = {
+    "rows": lambda: qkv(sq=4),
+    "keys": lambda: qkv(skv=8),
+    "heads": lambda: qkv(hq=2, hkv=2),
+    "dtype": lambda: qkv(dtype=torch.float64),
+    "gradient": lambda: qkv(requires_grad=True),
+    "stride": lambda: tuple(x.mT.contiguous().mT for x in qkv()),
+    "values of another length": lambda: (*qkv()[:2], qkv(skv=6)[2]),
+    "nested": lambda: (torch.nested.nested_tensor([torch.zeros(4, 5, 8)] * 2), *qkv()[1:]),
+    "parameter": lambda: (torch.nn.Parameter(qkv()[0], requires_grad=False), *qkv()[1:]),
+}
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_other_tensors_are_not_answered(name):
+    warm(qkv())
+    assert answered(SITUATIONS[name]()) is NotImplemented
+    assert answered((None, *qkv()[1:])) is NotImplemented
+    assert answered(qkv()) is not NotImplemented
+
+
+def test_what_surrounds_a_call_is_part_of_it():
+    tensors = qkv()
+    warm(tensors)
+    with dispatch.use("eager"):
+        assert answered(tensors) is NotImplemented
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert answered(tensors) is NotImplemented
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with fwd.dual_level():
+        assert answered(tensors) is NotImplemented
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert answered(tensors) is NotImplemented
+    with torch.inference_mode():
+        assert answered(tensors) is NotImplemented
+    assert torch.vmap(lambda q: torch.ones(2) if answered((q, *tensors[1:])) is NotImplemented else q)(
+        torch.randn(3, *tensors[0].shape)
+    ).shape == (3, 2)
+    assert answered(tensors) is not NotImplemented
+
+
+def test_a_context_that_is_equal_is_found_and_then_answered():
+    tensors = qkv()
+    for _ in range(3):
+        with dispatch.use("eager"):
+            warm(tensors)
+            assert answered(tensors) is not NotImplemented
+    assert sum(len(kept) for kept in routes.table.values()) == 1
+
+
+def test_a_cleared_table_answers_nothing():
+    warm(qkv())
+    assert answered(qkv()) is not NotImplemented
+    routes.clear()
+    assert answered(qkv()) is NotImplemented
+
+
+def test_a_route_that_was_replaced_does_not_answer():
+    tensors = qkv()
+    warm(tensors)
+    (options, (old,)), run = next(iter(routes.table.items())), lambda *_: "new"
+    assert answered(tensors) is not NotImplemented
+    routes.add(options, Route(old.check, run), replaces=old)
+    assert answered(tensors) is NotImplemented
+    assert dispatch.attention(*tensors) == "new" == answered(tensors)
+
+
+def test_more_shapes_than_are_remembered_stay_right():
+    many = [qkv(sq=n) for n in range(1, 13)]
+    for _ in range(3):
+        for tensors in many:
+            torch.testing.assert_close(dispatch.attention(*tensors), F.scaled_dot_product_attention(*tensors))
+    answers = [answered(tensors) is not NotImplemented for tensors in many]
+    assert sum(answers) == 8
+
+
+def test_a_growing_key_length_is_answered_within_its_bucket():
+    q, k, v = qkv(sq=1, skv=70)
+    cut = lambda n: (q, k[:, :, :n], v[:, :, :n])
+    for n in range(33, 40):
+        dispatch.attention(*cut(n))
+    for n in range(40, 65):
+        torch.testing.assert_close(answered(cut(n)), F.scaled_dot_product_attention(*cut(n)))
+    assert answered(cut(65)) is NotImplemented
+    assert answered((q, k[:, :, :41], v[:, :, :42])) is NotImplemented
+
+
+def test_what_the_kernel_raises_is_raised():
+    tensors = qkv()
+    warm(tensors)
+    route = next(iter(routes.table.values()))[0]
+    routes.clear()
+
+    def broken(*_: Any) -> torch.Tensor:
+        raise ZeroDivisionError
+
+    assert module.find({KEY: (Route(route.check, broken),)}, KEY, tensors) is broken
+    with pytest.raises(ZeroDivisionError):
+        dispatch.attention(*tensors)
+
+
+def test_a_guard_in_python_is_not_remembered():
+    tensors = qkv()
+    run = lambda *_: 1
+    assert module.find({KEY: (Route(PythonGuard(tensors, False).check, run),)}, KEY, tensors) is run
+    assert answered(tensors) is NotImplemented
+
+
+def test_references_are_kept_and_dropped():
+    tensors, mask = qkv(), torch.randn(5, 7)
+    warm(tensors, attn_mask=mask)
+    route = next(iter(routes.table.values()))[0]
+    watched = (*tensors, mask, route, route.run, route.check, None, True)
+    before = [sys.getrefcount(one) for one in watched]
+    for _ in range(1000):
+        answered(tensors, attn_mask=mask)
+        answered(tensors)
+    after = [sys.getrefcount(one) for one in watched]
+    assert all(abs(a - b) < 500 for a, b in zip(after, before, strict=True))
+
+    class Run:
+        def __call__(self, *_: Any) -> int:
+            return 1
+
+    run = Run()
+    gone = weakref.ref(run)
+    table = {KEY: (Route(module.Guard(tensors), run),)}
+    assert module.find(table, KEY, tensors) is run
+    del run, table
+    gc.collect()
+    assert gone() is not None
+    assert answered(tensors) == 1
+    module.forget()
+    assert gone() is None
+    assert answered(tensors) is NotImplemented
+
+
+def test_wrong_arguments_of_the_module_are_named():
+    with pytest.raises(TypeError, match="answer takes 11 arguments, got 2"):
+        module.answer(1, 2)
+    with pytest.raises(TypeError, match="a context variable"):
+        module.watch(None, {})
+    assert answer_in_python(1, 2, 3) is NotImplemented

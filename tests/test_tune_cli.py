@@ -37,6 +37,7 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.setenv("ATTN_DISPATCH_AUTOTUNE", "cached")
     monkeypatch.setattr("attn_dispatch.selection.tuner.Effort", lambda **_: QUICK)
     monkeypatch.setattr("attn_dispatch.selection.tuner.interleaved", math_is_fastest)
+    monkeypatch.setattr("attn_dispatch.selection.tuner.pace_s", lambda device: 1.0)
     monkeypatch.chdir(tmp_path)
     again()
     yield tmp_path
@@ -154,6 +155,50 @@ def test_what_others_write_into_the_lock_file_meanwhile_is_kept(machine, monkeyp
     lengths = [entry["op"]["query"]["shape"][2] for entry in yaml.safe_load(out.read_text())["tuned"]]
     assert sorted(lengths) == [24, 100]
     assert not list(machine.glob("*.unfinished"))
+
+
+@pytest.mark.parametrize(
+    ("paces", "winner"),
+    [
+        ((2.0, 2.0, 1.0, 1.0, 1.0, 1.0), "sdpa_flash"),  # the second time at the better pace: it is kept
+        ((1.0, 2.0, 1.0, 1.0, 1.0, 3.0), "sdpa_math"),  # slower still: the first is kept
+        ((1.2, 1.2, 1.0, 1.0), "sdpa_math"),  # as fast as the best, or nearly
+    ],
+)
+def test_what_was_measured_in_a_slow_minute_is_measured_again(machine, monkeypatch, paces, winner):
+    from attn_dispatch.selection.timing import Timing
+
+    left, tuned_ops = list(paces), []
+
+    def other_times_at_another_pace(steps: dict[str, Any], *_: Any) -> Any:
+        fast = "sdpa_math" if len(tuned_ops) < 3 else "sdpa_flash"
+        return {name: Timing(50.0 if name == fast else 100.0, 1.0) for name in steps}
+
+    def counted(op: Any, *rest: Any) -> Any:
+        tuned_ops.append(op)
+        return tune(op, *rest)
+
+    monkeypatch.setattr("attn_dispatch.selection.tuner.interleaved", other_times_at_another_pace)
+    monkeypatch.setattr("attn_dispatch.selection.tuner.pace_s", lambda device: left.pop(0))
+    monkeypatch.setattr("attn_dispatch.cli.tune.tune_together", counted)
+    said = run("tune", str(captured(machine / "w.yaml", 24, 100)), "-o", "attn_dispatch.yaml")
+    assert ("1 ops measured twice: the machine had been up to 2.0x slower" in " ".join(said.split())) == (paces[1] == 2)
+    first = tuned_ops[0]
+    assert (tuned_ops.count(first), left) == (2 if paces[1] == 2 else 1, [])
+    entry = Store(machine / "cache").get(first)
+    assert isinstance(entry, Entry)
+    assert entry.winner == winner
+    written = yaml.safe_load((machine / "attn_dispatch.yaml").read_text())["tuned"]
+    assert [e["use"][0] for e in written if e["op"]["query"]["shape"][2] == first.Sq] == [winner]
+
+
+def test_the_pace_of_a_machine_tells_a_slow_minute():
+    from attn_dispatch.selection.pace import pace_s, slowdown
+    from attn_dispatch.selection.tuner import Session
+
+    assert pace_s("cpu") > 0.0 == pace_s("cuda")
+    assert [slowdown(*pair) for pair in ((3.0, 2.0), (1.0, 2.0), (0.0, 2.0), (2.0, 0.0))] == [1.5, 1.0, 1.0, 1.0]
+    assert Session().slowdown_of(None) == 1.0
 
 
 def test_ctrl_c_keeps_what_is_done(machine, monkeypatch):

@@ -78,11 +78,13 @@ def ours(op: AttentionOp, sample: Sample) -> tuple[Contender, str, str]:
     return made, str(report.chosen), str(report.source)
 
 
-def candidates(op: AttentionOp, registry: Registry, most: int = 6) -> Iterator[tuple[str, Callable[[Sample], Forward]]]:
-    """Our candidates worth timing: the best by estimate, and each backend's best and plain form.
+def candidates(
+    op: AttentionOp, registry: Registry, chosen: str = "", most: int = 6
+) -> Iterator[tuple[str, Callable[[Sample], Forward]]]:
+    """Our candidates worth timing: the best by estimate, each backend's best and plain form, and the choice.
 
     Args:
-        most: how many of the best by estimate.
+        chosen: the name of the choice. most: how many of the best by estimate.
 
     Yields:
         Names, and what makes a forward of a sample.
@@ -91,9 +93,9 @@ def candidates(op: AttentionOp, registry: Registry, most: int = 6) -> Iterator[t
     seen: set[str] = set()
     for place, (candidate, _) in enumerate(legal):
         backend = candidate.backend.name
-        if candidate.backend.compile_s > 0:
+        if candidate.backend.compile_s > 0 and candidate.name != chosen:
             continue  # seconds for each op; compiled flex_attention is among the peers
-        if place < most or backend not in seen or not candidate.chain.steps:
+        if place < most or backend not in seen or not candidate.chain.steps or candidate.name == chosen:
             yield candidate.name, _maker(candidate, op)
         seen.add(backend)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,36 +121,40 @@ class Row:
         return self._over(self.fastest("peer"))
 
     @property
-    def regret_torch(self) -> float | None:
-        """How much slower ours is than the fastest of itself, our candidates and the forms by hand; 0.1 is 10 %.
+    def regret(self) -> float | None:
+        """How much slower the chosen candidate is than the fastest of all, each run by itself; 0.1 is 10 %.
 
-        The fastest is picked by one half of the rounds and compared with ours in the other, both ways: the lowest of
-        many medians from the same rounds would be below anybody's true time.
+        The fastest is picked by one half of the rounds and compared with the choice in the other, both ways: the lowest
+        of many medians from the same rounds would be below anybody's true time. None where the choice was not timed.
         """
-        return self._regret("ours", "candidate", "torch")
+        mine = next((line for line in self.lines if line.kind == "candidate" and line.name == self.chosen), None)
+        return self._behind(mine, "candidate", "torch", "peer")
 
     @property
-    def regret(self) -> float | None:
-        """How much slower ours is than the fastest of all contenders."""
-        return self._regret("ours", "candidate", "torch", "peer")
+    def behind(self) -> float | None:
+        """How much slower `dispatch.attention` is, with the call, than the fastest of all, each run by itself."""
+        mine = next((line for line in self.lines if line.kind == "ours"), None)
+        return self._behind(mine, "ours", "candidate", "torch", "peer")
 
     def _over(self, line: Line | None) -> float | None:
         mine = self.ours_us
         return None if mine is None or line is None or line.median_us is None else line.median_us / mine
 
-    def _regret(self, *kinds: str) -> float | None:
-        mine = next((line for line in self.lines if line.kind == "ours"), None)
+    def _behind(self, mine: Line | None, *kinds: str) -> float | None:
+        if mine is None or mine.median_us is None:
+            return None
         close = [line for line in self.lines if line.kind in kinds and line.samples]
-        if mine is None or not mine.samples:
-            over = self._over(self.fastest(*kinds))
-            return None if over is None else 1.0 / over - 1.0
+        if not mine.samples or not close:
+            fastest = self.fastest(*kinds)
+            best = None if fastest is None else fastest.median_us
+            return None if best is None else max(0.0, mine.median_us / best - 1.0)
         count = len(mine.samples)
         width = 2 if count >= 4 else 1  # rounds come in pairs, one in either order
         halves = [[i for i in range(count) if i // width % 2 == part] for part in (0, 1)]
         found: list[float] = []
         for picks, judges in (halves, halves[::-1]):
-            best = min(close, key=lambda line: statistics.median(line.samples[i] for i in picks))
-            found.append(statistics.median(mine.samples[i] / best.samples[i] for i in judges))
+            best_line = min(close, key=lambda line: statistics.median(line.samples[i] for i in picks))
+            found.append(statistics.median(mine.samples[i] / best_line.samples[i] for i in judges))
         return max(0.0, statistics.fmean(found) - 1.0)
 
 
@@ -198,12 +202,12 @@ def measure(
     truth = Truth(op, sample)
     mine, chosen, source = ours(op, sample)
     everybody = [mine]
-    for form, make in candidates(op, registry or current()):
+    for form, make in candidates(op, registry or current(), chosen):
         everybody.append(Contender(form, "candidate", lambda make=make: make(sample)))  # type: ignore[misc]
     everybody += by_hand(op, sample) + peers(op, sample, tuple(peer_names)) + (extra(op, sample) if extra else [])
     with torch.set_grad_enabled(bool(op.grad)):
         tried = [_try(contender, op, sample, truth) for contender in everybody]
-        lines, rounds = _time(tried, effort, op.device)
+        lines, rounds = _time(tried, effort, op.device, chosen)
     return Row(name, op, chosen, source, tuple(lines), rounds)
 
 
@@ -253,13 +257,14 @@ def _once(step: Callable[[], Any], device: str = "cpu") -> float:
     return min(found)
 
 
-def _time(tried: list[_Tried], effort: Effort, device: str) -> tuple[list[Line], int]:
+def _time(tried: list[_Tried], effort: Effort, device: str, chosen: str) -> tuple[list[Line], int]:
     """Time all that were right, except those that are too slow to matter, whose one call is taken."""
     ready = [one for one in tried if one.step is not None]
     if not ready:
         return [one.line for one in tried], 0
     fastest = min(one.once_s for one in ready)
-    slow = {one.line.name for one in ready if one.once_s > max(_HOPELESS * fastest, _HEAVY_S)} - _ALWAYS
+    always = _ALWAYS | {chosen}
+    slow = {one.line.name for one in ready if one.once_s > max(_HOPELESS * fastest, _HEAVY_S)} - always
     taking = {one.line.name: one.step for one in ready if one.step is not None and one.line.name not in slow}
     once = {one.line.name: max(one.once_s, effort.turn_s) for one in ready}
 
@@ -268,7 +273,7 @@ def _time(tried: list[_Tried], effort: Effort, device: str) -> tuple[list[Line],
 
     rounds = rounds_of(taking, effort.rounds, min(effort.rounds, MIN_ROUNDS))
     times = interleaved(taking, rounds, effort.turn_s, device=device)
-    close = _close(times, {one.line.name: one.line.kind for one in ready})
+    close = _close(times, {one.line.name: one.line.kind for one in ready}, always)
     finals = rounds_of(close, 2 * effort.rounds, min(2 * effort.rounds, _FINAL_ROUNDS))
     again = interleaved({name: taking[name] for name in close}, finals, effort.turn_s, device=device)
     lines = []
@@ -284,12 +289,12 @@ def _time(tried: list[_Tried], effort: Effort, device: str) -> tuple[list[Line],
     return lines, finals
 
 
-def _close(times: Mapping[str, Timing], kinds: Mapping[str, str]) -> list[str]:
-    """Who is timed again: those that ratios are of, and those that may be the fastest, of all or of their kind."""
+def _close(times: Mapping[str, Timing], kinds: Mapping[str, str], always: Collection[str]) -> list[str]:
+    """Who is timed again: who always is, and those that may be the fastest, of all or of their kind."""
     best = {kind: min(t.median_us for n, t in times.items() if kinds[n] == kind) for kind in {kinds[n] for n in times}}
     fastest = min(best.values())
     return [
         name
         for name, timing in times.items()
-        if name in _ALWAYS or timing.median_us <= _CLOSE * fastest or timing.median_us == best[kinds[name]]
+        if name in always or timing.median_us <= _CLOSE * fastest or timing.median_us == best[kinds[name]]
     ]

@@ -8,6 +8,8 @@
    from its choice must be worth it, and two runs agree. Where the spread hides one that seems faster by more than 3 %,
    the two run off with more rounds.
 
+The pace of the machine is taken before and after (`pace`): who tunes many ops measures those of a slow minute again.
+
 An op that needs gradients is timed forward and backward as one. The random state, gradients, thread count and inputs
 are left as they were: samples come from private generators, gradients from `torch.autograd.grad`.
 """
@@ -34,6 +36,7 @@ from attn_dispatch.selection.candidates import Candidate, build
 from attn_dispatch.selection.decide import ranked
 from attn_dispatch.selection.environment import environment
 from attn_dispatch.selection.gate import Problems, Verdict, run_gate, step
+from attn_dispatch.selection.pace import pace_s, slowdown
 from attn_dispatch.selection.probe import failure_of, try_apart
 from attn_dispatch.selection.samples import make_sample
 from attn_dispatch.selection.store import Entry, Record
@@ -80,11 +83,19 @@ class Effort:
 
 @dataclass
 class Session:
-    """What tuning several ops shares: verdicts on cut problems, which many ops have in common, and those problems."""
+    """What tuning several ops shares: verdicts on cut problems, which many ops have in common, and those problems.
+
+    ``paces`` are the seconds of `pace_s` around the timing of each op, the longer of before and after.
+    """
 
     effort: Effort = field(default_factory=Effort)
     verdicts: dict[Any, Verdict] = field(default_factory=dict)
     problems: Problems = field(default_factory=dict, repr=False)
+    paces: dict[AttentionOp, float] = field(default_factory=dict)
+
+    def slowdown_of(self, op: AttentionOp) -> float:
+        """How many times slower the machine was while it timed an op than at its best in this session."""
+        return slowdown(self.paces.get(op, 0.0), min(self.paces.values(), default=0.0))
 
 
 def tune(op: AttentionOp, registry: Registry, session: Session | None = None) -> Entry:
@@ -107,7 +118,9 @@ def tune(op: AttentionOp, registry: Registry, session: Session | None = None) ->
     with _undisturbed(op):
         tried, records = _prune(legal, op, session.effort)
         passed, failed = _gate(tried, op, registry, session)
+        before = pace_s(op.device)
         near, far, broken = _time(passed, op, session.effort)
+        session.paces[op] = max(before, pace_s(op.device))
     ranking, why = choose([candidate.name for candidate in passed], near, far)
     timings = near | far
     measured = [

@@ -35,6 +35,7 @@ def each_lookup(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(dispatch, "_answer", module.answer if is_compiled else routes.answer_in_python)
     routes.routes.clear()
     yield
+    monkeypatch.undo()  # so that the compiled lookup is told, too
     routes.routes.clear()
 
 

@@ -355,7 +355,7 @@ class Attend(torch.nn.Module):
 
 
 EXPORTED = {"plain": {}, "causal": {"is_causal": True}, "window": {"window": (2, 0)}, "softcap": {"softcap": 2.0},
-            "lse": {"return_lse": True}}  # fmt: skip
+            "mask object": {"attn_mask": masks.sliding_window(3)}, "lse": {"return_lse": True}}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", EXPORTED)

@@ -182,7 +182,9 @@ def test_what_was_measured_in_a_slow_minute_is_measured_again(machine, monkeypat
     monkeypatch.setattr("attn_dispatch.selection.tuner.pace_s", lambda device: left.pop(0))
     monkeypatch.setattr("attn_dispatch.cli.tune.tune_together", counted)
     said = run("tune", str(captured(machine / "w.yaml", 24, 100)), "-o", "attn_dispatch.yaml")
-    assert ("1 ops measured twice: the machine had been up to 2.0x slower" in " ".join(said.split())) == (paces[1] == 2)
+    assert ("1 ops measured twice: the machine had been up to 2.0x slower than usual" in " ".join(said.split())) == (
+        paces[1] == 2
+    )
     first = tuned_ops[0]
     assert (tuned_ops.count(first), left) == (2 if paces[1] == 2 else 1, [])
     entry = Store(machine / "cache").get(first)
@@ -192,6 +194,26 @@ def test_what_was_measured_in_a_slow_minute_is_measured_again(machine, monkeypat
     assert [e["use"][0] for e in written if e["op"]["query"]["shape"][2] == first.Sq] == [winner]
 
 
+@pytest.mark.parametrize("error", [ValueError("broken"), KeyboardInterrupt()], ids=["broken", "Ctrl-C"])
+def test_a_second_measuring_that_fails_loses_nothing(machine, monkeypatch, error):
+    left, calls = [2.0, 2.0, 1.0, 1.0], []
+
+    def once(op: Any, *rest: Any) -> Any:
+        calls.append(op)
+        if calls.count(op) > 1:
+            raise error
+        return tune(op, *rest)
+
+    monkeypatch.setattr("attn_dispatch.selection.tuner.pace_s", lambda device: left.pop(0))
+    monkeypatch.setattr("attn_dispatch.cli.tune.tune_together", once)
+    stopped = isinstance(error, KeyboardInterrupt)
+    workload = captured(machine / "w.yaml", 24, 100)
+    said = run("tune", str(workload), "-o", "attn_dispatch.yaml", code=130 if stopped else 0)
+    assert ("interrupted" in said) == stopped
+    assert len(calls) == 3
+    assert len(yaml.safe_load((machine / "attn_dispatch.yaml").read_text())["tuned"]) == 2
+
+
 def test_the_pace_of_a_machine_tells_a_slow_minute():
     from attn_dispatch.selection.pace import pace_s, slowdown
     from attn_dispatch.selection.tuner import Session
@@ -199,6 +221,10 @@ def test_the_pace_of_a_machine_tells_a_slow_minute():
     assert pace_s("cpu") > 0.0 == pace_s("cuda")
     assert [slowdown(*pair) for pair in ((3.0, 2.0), (1.0, 2.0), (0.0, 2.0), (2.0, 0.0))] == [1.5, 1.0, 1.0, 1.0]
     assert Session().slowdown_of(None) == 1.0
+    paces = {"slow": 3.0, "a": 2.0, "b": 2.0, "c": 2.2, "lucky": 1.0, "on a GPU": 0.0}
+    assert {op: Session(paces=paces).slowdown_of(op) for op in paces} == {
+        "slow": 1.5, "a": 1.0, "b": 1.0, "c": pytest.approx(1.1), "lucky": 1.0, "on a GPU": 1.0
+    }  # fmt: skip
 
 
 def test_ctrl_c_keeps_what_is_done(machine, monkeypatch):

@@ -100,10 +100,10 @@ class Row:
 
     @property
     def noise(self) -> float:
-        """The spread of ours or of the fastest, the larger, as a part of its time; 0 where none was timed in rounds."""
+        """The largest spread of ours, the choice and the fastest, as a part of its time; 0 where none took rounds."""
         fastest = self.fastest("ours", "candidate", "torch", "peer")
-        both = [line for line in self.lines if line.kind == "ours" or line is fastest]
-        return max((line.spread_us / line.median_us for line in both if line.spread_us and line.median_us), default=0.0)
+        judged = [line for line in self.lines if line.kind == "ours" or line is fastest or line.name == self.chosen]
+        return max((x.spread_us / x.median_us for x in judged if x.spread_us and x.median_us), default=0.0)
 
     @property
     def over_given(self) -> float | None:
@@ -124,6 +124,7 @@ class Row:
     def regret(self) -> float | None:
         """How much slower the chosen candidate is than the fastest of all, each run by itself; 0.1 is 10 %.
 
+        By itself a candidate finds its operands prepared, and nobody looks it up: that is part of `behind` alone.
         The fastest is picked by one half of the rounds and compared with the choice in the other, both ways: the lowest
         of many medians from the same rounds would be below anybody's true time. None where the choice was not timed.
         """

@@ -95,6 +95,7 @@ class Report:
         """The lines under the table."""
         found = self.summary()
         others = found.rows - found.sdpa_rows
+        missing = sum(row.regret is None for row in self.rows)
         lines = [
             f"geometric mean of {found.rows} ops: {_times(found.over_given)} over SDPA as given, "
             f"{_times(found.over_best)} over its best form by hand",
@@ -102,7 +103,8 @@ class Report:
             f"as given, {_times(found.over_best_sdpa)} over its best form by hand"
             + (f" ({others} with soft caps or sinks are plain torch as given)" if others else ""),
             f"regret of the choice to the fastest of all, each run by itself: mean {_percent(found.regret, 1)}, "
-            f"worst {_percent(found.worst_regret)} ({found.worst_row})",
+            f"worst {_percent(found.worst_regret)} ({found.worst_row})"
+            + (f", without {missing} of {found.rows} ops whose choice was not timed by itself" if missing else ""),
             f"our call, which looks the choice up, behind the fastest of all: mean {_percent(found.behind, 1)}, "
             f"worst {_percent(found.worst_behind)} ({found.worst_row_behind})",
         ]
@@ -146,7 +148,7 @@ class Report:
             for row in self.rows
         ]
         data = {
-            "schema": 1,
+            "schema": 2,
             "suite": self.suite,
             "is_whole": self.is_whole,
             "environment": self.place,

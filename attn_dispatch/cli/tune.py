@@ -40,7 +40,7 @@ class Outcome:
     Args:
         entries: one per bucket, with the uses that fall into it. reused: how many were in the store already.
         skipped: op and reason of what could not be tuned. interrupted: Ctrl-C ended it.
-        again: op and how many times slower than at its best the machine had been, of those that were measured twice.
+        again: op and how many times slower than usual the machine had been, of those that were measured twice.
     """
 
     entries: list[tuple[Entry, Use]] = field(default_factory=list)
@@ -131,20 +131,21 @@ def tune_uses(uses: Sequence[Use], session: Session, force: bool, console: Conso
 
 
 def _of_slow_minutes(outcome: Outcome, session: Session) -> list[tuple[Entry, Use]]:
-    """What was measured while the machine was slower than at its best by more than `LIMIT`."""
+    """What was measured while the machine was slower than usual by more than `LIMIT`."""
     return [(entry, use) for entry, use in outcome.entries if session.slowdown_of(use.op) > LIMIT]
 
 
 def _tune_again(entry: Entry, use: Use, session: Session, outcome: Outcome) -> None:
     """Measure an op once more, and keep what was measured at the better pace."""
-    pace = session.paces[use.op]
-    outcome.again.append((use.op, session.slowdown_of(use.op)))
-    second = tune_together(use.op, current(), session)
-    if second is None or not second.ranking or session.paces[use.op] >= pace:
+    pace, slowdown = session.paces[use.op], session.slowdown_of(use.op)
+    second = _measured(use.op, session)
+    outcome.again.append((use.op, slowdown))
+    if not isinstance(second, Entry) or not second.ranking or (entry.ranking and session.paces[use.op] >= pace):
         session.paces[use.op] = min(pace, session.paces[use.op])
         return
     store().put(second)
     outcome.entries[outcome.entries.index((entry, use))] = (second, use)
+    outcome.skipped = [(op, why) for op, why in outcome.skipped if op != use.op]
 
 
 def _serves(entry: Entry, registry: Registry, effort: Effort) -> bool:
@@ -165,19 +166,9 @@ def _serves(entry: Entry, registry: Registry, effort: Effort) -> bool:
 
 
 def _tune_one(use: Use, session: Session, outcome: Outcome) -> None:
-    if use.op.device == "cuda" and not torch.cuda.is_available():
-        outcome.skipped.append((use.op, "there is no CUDA device here"))
-        return
-    try:
-        entry = tune_together(use.op, current(), session)
-    except NoBackendError as error:
-        outcome.skipped.append((use.op, str(error).splitlines()[0]))
-        return
-    except Exception as error:  # noqa: BLE001 - one op that cannot be measured must not lose the others
-        outcome.skipped.append((use.op, f"{type(error).__name__}: {error}".splitlines()[0]))
-        return
-    if entry is None or not entry.when:
-        outcome.skipped.append((use.op, "the ranks cannot tune together"))
+    entry = _measured(use.op, session)
+    if isinstance(entry, str):
+        outcome.skipped.append((use.op, entry))
         return
     store().put(entry)
     outcome.entries.append((entry, use))
@@ -185,6 +176,19 @@ def _tune_one(use: Use, session: Session, outcome: Outcome) -> None:
         outcome.skipped.append(
             (use.op, "no candidate passed: " + "; ".join(f"{r.name} {r.status}" for r in entry.records))
         )
+
+
+def _measured(op: AttentionOp, session: Session) -> Entry | str:
+    """What was found of an op, or why it could not be measured: one op must not lose the others."""
+    if op.device == "cuda" and not torch.cuda.is_available():
+        return "there is no CUDA device here"
+    try:
+        entry = tune_together(op, current(), session)
+    except NoBackendError as error:
+        return str(error).splitlines()[0]
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is said of this op
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return entry if entry is not None and entry.when else "the ranks cannot tune together"
 
 
 def _uses(files: Sequence[Path], device: str) -> list[Use]:
@@ -260,7 +264,7 @@ def _summary(outcome: Outcome, seconds: float) -> str:
     if outcome.again:
         worst = max(slowdown for _, slowdown in outcome.again)
         lines.append(
-            f"{len(outcome.again)} ops measured twice: the machine had been up to {worst:.1f}x slower than at its best"
+            f"{len(outcome.again)} ops measured twice: the machine had been up to {worst:.1f}x slower than usual"
         )
     lines += ["interrupted: what was done is kept"] if outcome.interrupted else []
     return "\n".join(lines)

@@ -319,10 +319,10 @@ class _Nary(Mask):
                 raise no_mask(cls.__name__, arg)
             for part in arg.args if isinstance(arg, cls) else (arg,):
                 flat[part] = None
-        parts = list(flat)
-        if len({str(part) for part in parts}) < len(parts):  # two held tensors may read the same
+        parts, texts = list(flat), {part: str(part) for part in flat}
+        if len(set(texts.values())) < len(parts):  # two held tensors may read the same
             parts.sort(key=cls._held_ids)
-        parts.sort(key=str)  # two sorts: Dynamo cannot sort by pairs
+        parts.sort(key=lambda part: texts[part])  # two sorts: Dynamo cannot sort by pairs
         return parts[0] if len(parts) == 1 else cls(tuple(parts))
 
     def atoms(self) -> list[Mask]:

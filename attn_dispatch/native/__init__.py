@@ -64,14 +64,15 @@ class Source:
 LOOKUP = Source(
     "lookup",
     ("lookup.cpp",),
-    "assert module.find({}, (), ()) is None",
+    "assert module.find({}, (), ()) is None and module.answer(*[None] * 11) is NotImplemented",
     "a call takes two microseconds more",
     "g++, clang++ or MSVC",
 )
 DECODE = Source(
     "decode",
     ("decode.cpp", "decode.h"),
-    "x = torch.ones(1, 1, 1, 99); assert module.decode(x, x, x, 1.0, None, None, None, None, False).sum() == 99",
+    "x = torch.ones(1, 1, 1, 99); assert module.decode(x, x, x, 1.0, None, None, None, None, False).sum() == 99; "
+    "assert module.plain(None, 1.0, None, None, None, None, x, x, x, {}).sum() == 99",
     "decode steps on the CPU run in other backends, at half the speed",
     "g++ (on a Mac clang++, for one thread)",
     computes=True,

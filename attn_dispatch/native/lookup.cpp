@@ -55,6 +55,11 @@ class Facts {
     }
   }
 
+  // Whether comparing with it runs nobody's code: a subclass may answer for its sizes and device itself.
+  bool is_plain() const {
+    return type_.get() == THPVariableClass || type_.get() == ParameterClass;
+  }
+
   bool hold_for(PyObject* object, const Surroundings& around) const {
     if (reinterpret_cast<PyObject*>(Py_TYPE(object)) != type_.get()) {
       return false;  // each type that is kept is a subclass of torch.Tensor, so what follows may read it as one
@@ -103,6 +108,10 @@ struct Guard {
       }
     }
     return true;
+  }
+
+  bool is_plain() const {
+    return std::all_of(facts->begin(), facts->end(), [](const Facts& one) { return one.is_plain(); });
   }
 };
 
@@ -216,6 +225,7 @@ struct Recent {
 constexpr size_t kRecent = 8;
 std::array<Recent, kRecent>& recent = *new std::array<Recent, kRecent>{};  // never destroyed: Python has ended by then
 size_t recent_count = 0;
+uint64_t times_forgotten = 0;
 PyObject *active_context = nullptr, *forward_ad = nullptr, *name_level = nullptr, *no_operands = nullptr;
 PyObject *name_mask = nullptr, *name_sinks = nullptr;
 
@@ -244,7 +254,8 @@ bool is_same(PyObject* a, PyObject* b) {
   return true;
 }
 
-// Keeps a route for `answer`, where it is of a plain call and guarded in C++.
+// Keeps a route for `answer`, where it is of a plain call and its guard runs no Python, which could change what is kept
+// while `answer` looks through it.
 void remember(PyObject* options, PyObject* route) {
   if (!PyTuple_CheckExact(options) || PyTuple_GET_SIZE(options) != kOptions) {
     return;
@@ -255,7 +266,8 @@ void remember(PyObject* options, PyObject* route) {
   }
   for (size_t i = 0; i < recent_count; ++i) {
     if (recent[i].route.get() == route) {  // found by options that are equal, and not the same
-      recent[i].options = THPObjectPtr(Py_NewRef(options));
+      THPObjectPtr older(Py_NewRef(options));
+      std::swap(recent[i].options, older);  // freed when the newer are in their place: that may run anything
       return;
     }
   }
@@ -272,7 +284,7 @@ void remember(PyObject* options, PyObject* route) {
     PyErr_Clear();
     return;
   }
-  if (Py_TYPE(found.guard.get()) != guard_type) {
+  if (Py_TYPE(found.guard.get()) != guard_type || !reinterpret_cast<const Guard*>(found.guard.get())->is_plain()) {
     return;
   }
   if (found.runs.get() == Py_None) {
@@ -288,6 +300,7 @@ void remember(PyObject* options, PyObject* route) {
 
 PyObject* forget(PyObject* /*module*/, PyObject* /*unused*/) {
   recent_count = 0;
+  ++times_forgotten;
   const std::array<Recent, kRecent> gone = std::exchange(recent, {});  // freed when none of them can be found any more
   Py_RETURN_NONE;
 }
@@ -350,13 +363,16 @@ PyObject* answer(PyObject* /*module*/, PyObject* const* given, Py_ssize_t count)
     if (!is_for(recent[i], given, context, level, around)) {
       continue;
     }
+    THPObjectPtr run(
+        recent[i].runs ? run_of_bucket(recent[i].runs, given[kKey], given[kValue]) : Py_NewRef(recent[i].run.get()));
+    if (!run) {
+      if (PyErr_Occurred()) {
+        return nullptr;
+      }
+      continue;  // its bucket has none yet
+    }
     if (i > 0) {
       std::swap(recent[i], recent[0]);
-    }
-    THPObjectPtr run(
-        recent[0].runs ? run_of_bucket(recent[0].runs, given[kKey], given[kValue]) : Py_NewRef(recent[0].run.get()));
-    if (!run) {
-      break;
     }
     THPObjectPtr named(Py_NewRef(no_operands));
     if (given[kMask] != Py_None || given[kSinks] != Py_None) {
@@ -369,7 +385,7 @@ PyObject* answer(PyObject* /*module*/, PyObject* const* given, Py_ssize_t count)
     PyObject* args[] = {given[kQuery], given[kKey], given[kValue], named};
     return PyObject_Vectorcall(run, args, 4, nullptr);
   }
-  return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
+  Py_RETURN_NOTIMPLEMENTED;
   END_HANDLE_TH_ERRORS
 }
 
@@ -382,6 +398,7 @@ PyObject* search(PyObject* table, PyObject* options, PyObject* tensors) {
     return nullptr;
   }
   const Surroundings around;
+  const uint64_t before = times_forgotten;  // a guard in Python may let another thread clear the table
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(routes.get()); ++i) {
     PyObject* route = PyTuple_GET_ITEM(routes.get(), i);
     const int verdict = is_for(route, tensors, around);
@@ -391,7 +408,9 @@ PyObject* search(PyObject* table, PyObject* options, PyObject* tensors) {
     if (verdict > 0) {
       PyObject* run = run_of(route, tensors);
       if (run != nullptr) {
-        remember(options, route);
+        if (times_forgotten == before) {
+          remember(options, route);
+        }
         return run;
       }
       if (PyErr_Occurred()) {

@@ -2,6 +2,7 @@
 
 Contenders that take turns are hit alike by a busy moment, but not by a slow minute: what takes all threads loses more
 than what takes one, and what reads much more than what computes. A choice made then is wrong for all other minutes.
+What comes and goes between the two looks is not seen.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 
 __all__ = ["LIMIT", "pace_s", "slowdown"]
 
-LIMIT = 1.25  # times the best pace, beyond which a measurement is made again
+LIMIT = 1.25  # times the usual pace, beyond which a measurement is made again
 _ROUNDS = 9
 _SIDE, _ELEMENTS = 256, 1 << 20  # a product that fits the second cache, and 4 MiB that do not
 
@@ -40,11 +41,11 @@ def pace_s(device: str) -> float:
     return statistics.median(found)
 
 
-def slowdown(pace: float, best: float) -> float:
-    """How many times slower a pace is than the best one; 1 where either is not known.
+def slowdown(pace: float, usual: float) -> float:
+    """How many times slower a pace is than the usual one; 1 where either is not known.
 
     Example:
         >>> slowdown(0.003, 0.002), slowdown(0.0, 0.002)
         (1.5, 1.0)
     """
-    return max(1.0, pace / best) if pace > 0 and best > 0 else 1.0
+    return max(1.0, pace / usual) if pace > 0 and usual > 0 else 1.0

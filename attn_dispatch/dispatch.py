@@ -21,7 +21,7 @@ from attn_dispatch.errors import InputError, InputTypeError
 from attn_dispatch.frontend import Binding, Options, collect_tensors, describe
 from attn_dispatch.ir.masks import Mask
 from attn_dispatch.keeping import keep_route
-from attn_dispatch.patterns import PLAIN, recognised, worth_reading
+from attn_dispatch.patterns import recognised, worth_reading
 from attn_dispatch.plan import Plan, make_plan
 from attn_dispatch.registry import current
 from attn_dispatch.report import Report, make_report
@@ -34,12 +34,10 @@ from attn_dispatch.varlen import varlen_attention
 __all__ = ["attention", "capture", "explain", "plan", "replace_sdpa", "select", "use", "varlen_attention"]
 
 _SOFTMAX = Softmax()
-_NO_OPERANDS: dict[str, torch.Tensor] = {}
 _table = routes.table  # the same dict for ever; a name of this module is one lookup less
 _find, _answer = find, answer
 _context = context.active.get
 _deterministic = torch._C._get_deterministic_algorithms
-_Tensor = torch.Tensor
 _tracing = torch.compiler.is_dynamo_compiling
 
 
@@ -126,45 +124,21 @@ def attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window, softcap, bias, sinks,
             query_lengths, key_lengths, q_offset, variant, layout, return_lse, return_weights, backend,
         )  # fmt: skip
-    named = _NO_OPERANDS
-    mask: Mask | str | None = None
-    if (
-        variant is _SOFTMAX
-        and bias is None
-        and key_lengths is None
-        and query_lengths is None
-        and q_offset is None
-        and backend is None
-        and layout == "bhsd"
-        and return_lse is False
-        and return_weights is False
-        and (attn_mask is None or (type(attn_mask) is _Tensor and not attn_mask.is_nested))
-        and (sinks is None or (type(sinks) in PLAIN and not sinks.is_nested))
-    ):  # most calls: the kernel before has emptied the caches, and each function that is entered costs, and each value
+    if _answer is not None and variant is _SOFTMAX:  # a route found lately, before anything is made of the arguments
         result = _answer(
-            query, key, value, attn_mask, sinks, is_causal, dropout_p, scale, enable_gqa, window, softcap
+            query, key, value, attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, is_causal, dropout_p,
+            scale, enable_gqa, window, softcap, layout, return_lse, return_weights, backend,
         )  # fmt: skip
         if result is not NotImplemented:
             return result
-        given: tuple[torch.Tensor, ...] = (query, key, value)
-        names: tuple[str, ...] = ()
-        if attn_mask is not None:
-            given, names, named, mask = (*given, attn_mask), ("attn_mask",), {"attn_mask": attn_mask}, "tensor"
-        if sinks is not None:
-            given, names, named = (*given, sinks), (*names, "sinks"), {**named, "sinks": sinks}
-        options: tuple[Any, ...] = (
-            names, is_causal, dropout_p, scale, enable_gqa, window, softcap,
-            _context(), _deterministic(), forward_ad._current_level,
-        )  # fmt: skip
-    else:
-        named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant, query)
-        given = (query, key, value, *named.values())
-        options = (
-            mask.text if isinstance(mask, Mask) else mask, tuple(named), None if "q_offset" in named else q_offset,
-            None if variant is _SOFTMAX else variant_key(variant), is_causal, dropout_p, scale, enable_gqa, window,
-            softcap, layout, return_lse, return_weights, backend,
-            _context(), _deterministic(), forward_ad._current_level,
-        )  # fmt: skip
+    named, mask = collect_tensors(attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, variant, query)
+    given = (query, key, value, *named.values())
+    options = (
+        mask.text if isinstance(mask, Mask) else mask, tuple(named), None if "q_offset" in named else q_offset,
+        None if variant is _SOFTMAX else variant_key(variant), is_causal, dropout_p, scale, enable_gqa, window,
+        softcap, layout, return_lse, return_weights, backend,
+        _context(), _deterministic(), forward_ad._current_level,
+    )  # fmt: skip
     run = _find(_table, options, given)
     if run is not None:
         return run(query, key, value, named)

@@ -25,6 +25,7 @@ from torch.autograd import forward_ad
 
 from attn_dispatch.backend import Run
 from attn_dispatch.context import active
+from attn_dispatch.ir.masks import Mask
 from attn_dispatch.native import lookup
 from attn_dispatch.registry.discover import on_reset
 from attn_dispatch.selection.tuned import on_change
@@ -78,18 +79,14 @@ def find_in_python(table: Table, options: tuple[Any, ...], tensors: tuple[Any, .
     return None
 
 
-def answer_in_python(*_arguments: Any) -> Any:
-    """What `answer` says where nothing is compiled: that it knows no route."""
-    return NotImplemented
-
-
 _compiled = lookup().module
 find: Callable[[Table, tuple[Any, ...], tuple[Any, ...]], Run | None]
 find = find_in_python if _compiled is None else _compiled.find
-answer: Callable[..., Any]  # the result of a call whose route was found lately, NotImplemented where there is none
-answer = answer_in_python if _compiled is None else _compiled.answer
+# The result of a call whose route was found lately, NotImplemented where there is none; None where nothing is compiled.
+answer: Callable[..., Any] | None = None
 if _compiled is not None:
-    _compiled.watch(active, vars(forward_ad))
+    answer = _compiled.answer
+    _compiled.watch(active, vars(forward_ad), Mask)
 
 
 def _forget() -> None:

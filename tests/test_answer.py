@@ -14,17 +14,22 @@ import torch
 import torch.autograd.forward_ad as fwd
 import torch.nn.functional as F
 
-from attn_dispatch import dispatch, native
-from attn_dispatch.routes import PythonGuard, Route, answer_in_python, routes
+from attn_dispatch import dispatch, masks, native
+from attn_dispatch.routes import PythonGuard, Route, routes
 
 module = native.lookup().module
 pytestmark = pytest.mark.skipif(module is None, reason=native.lookup().why)
 
 Arguments = dict[str, Any]
-OPTIONS = ("is_causal", "dropout_p", "scale", "enable_gqa", "window", "softcap")
-DEFAULTS: Arguments = {"attn_mask": None, "sinks": None, "is_causal": False, "dropout_p": 0.0, "scale": None,
-                       "enable_gqa": False, "window": None, "softcap": None}  # fmt: skip
-KEY = ((), False, 0.0, None, False, None, None, None, False, -1)  # of a plain call with the defaults
+OPERANDS = ("attn_mask", "bias", "sinks", "query_lengths", "key_lengths", "q_offset")
+OPTIONS = ("is_causal", "dropout_p", "scale", "enable_gqa", "window", "softcap", "layout", "return_lse",
+           "return_weights", "backend")  # fmt: skip
+DEFAULTS: Arguments = dict.fromkeys(OPERANDS) | {
+    "is_causal": False, "dropout_p": 0.0, "scale": None, "enable_gqa": False, "window": None, "softcap": None,
+    "layout": "bhsd", "return_lse": False, "return_weights": False, "backend": None,
+}  # fmt: skip
+# of a call with the defaults: mask, names of the operands, offset, variant, the options, and what surrounds it
+KEY = (None, (), None, None, *(DEFAULTS[name] for name in OPTIONS), None, False, -1)
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +47,7 @@ def qkv(sq: int = 5, skv: int = 7, hq: int = 4, hkv: int = 4, **options: Any) ->
 def answered(tensors: tuple[torch.Tensor, ...], **options: Any) -> Any:
     """What the compiled `answer` says to a plain call."""
     given = DEFAULTS | options
-    return module.answer(*tensors, given["attn_mask"], given["sinks"], *(given[name] for name in OPTIONS))
+    return module.answer(*tensors, *(given[name] for name in (*OPERANDS, *OPTIONS)))
 
 
 def warm(tensors: tuple[torch.Tensor, ...], **options: Any) -> torch.Tensor:
@@ -51,6 +56,7 @@ def warm(tensors: tuple[torch.Tensor, ...], **options: Any) -> torch.Tensor:
     return dispatch.attention(*tensors, **options)
 
 
+KEPT = torch.arange(7) < torch.tensor([[3], [7]])
 CALLS: dict[str, Arguments] = {
     "plain": {},
     "causal": {"is_causal": True},
@@ -61,7 +67,23 @@ CALLS: dict[str, Arguments] = {
     "mask over keys": {"attn_mask": (torch.arange(7) < torch.tensor([[3], [7]]))[:, None, None]},
     "sinks": {"sinks": torch.randn(4)},
     "sinks and a mask": {"sinks": torch.randn(4), "attn_mask": torch.randn(2, 1, 5, 7)},
-}
+    "a mask object": {"attn_mask": masks.sliding_window(3)},
+    "a mask of a tensor": {"attn_mask": masks.columns(keep=KEPT)},
+    "a mask of two": {"attn_mask": masks.columns(keep=KEPT) | masks.key_lengths(torch.tensor([2, 7]))},
+    "a bias": {"bias": torch.randn(5, 7)},
+    "slopes": {"bias": torch.rand(4)},
+    "key lengths": {"key_lengths": torch.tensor([3, 7])},
+    "query lengths": {"query_lengths": torch.tensor([3, 5])},
+    "both lengths": {"key_lengths": torch.tensor([3, 7]), "query_lengths": torch.tensor([5, 2])},
+    "an offset": {"q_offset": 1, "is_causal": True},
+    "offsets": {"q_offset": torch.tensor([1, 2]), "is_causal": True},
+    "everything": {"attn_mask": masks.columns(keep=KEPT), "bias": torch.randn(5, 7), "sinks": torch.randn(4),
+                   "key_lengths": torch.tensor([3, 7]), "q_offset": torch.tensor([1, 2]), "is_causal": True},
+    "lse": {"return_lse": True},
+    "weights": {"return_weights": True},
+    "a backend": {"backend": "sdpa_math"},
+    "backends": {"backend": ("sdpa_math", "eager")},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -71,11 +93,20 @@ def test_a_call_that_was_found_is_answered_and_is_the_same(name):
     want = warm(tensors, **options)
     torch.testing.assert_close(answered(tensors, **options), want)
     other = qkv()
-    torch.testing.assert_close(answered(other, **options), dispatch.attention(*other, **options, backend="eager"))
+    want = dispatch.attention(*other, **options | {"backend": "eager"})
+    torch.testing.assert_close(answered(other, **options), want)
+
+
+def test_a_call_in_the_other_layout_is_answered():
+    tensors = tuple(x.transpose(1, 2) for x in qkv())
+    want = warm(tensors, layout="bshd")
+    torch.testing.assert_close(answered(tensors, layout="bshd"), want)
+    assert answered(tensors) is NotImplemented
 
 
 CHANGES: dict[str, Arguments] = {name: options for name, options in CALLS.items() if options} | {
     "dropout": {"dropout_p": 0.5},
+    "another offset": {"q_offset": 2, "is_causal": True},
     "another kind of False": {"is_causal": 0},
     "None for the heads": {"enable_gqa": None},
     "another number": {"scale": 8**-0.5},
@@ -90,6 +121,31 @@ def test_another_option_or_operand_is_not_answered(name):
     warm(tensors, **CHANGES[name])
     dispatch.attention(*tensors)
     assert answered(tensors) is not NotImplemented
+
+
+def test_masks_and_operands_that_are_equal_are_answered_and_others_are_not():
+    tensors = qkv()
+    warm(tensors, attn_mask=masks.columns(keep=KEPT))
+    kept = KEPT.flip(0)
+    want = dispatch.attention(*tensors, attn_mask=masks.columns(keep=kept), backend="eager")
+    torch.testing.assert_close(answered(tensors, attn_mask=masks.columns(keep=kept)), want)  # another, read the same
+    assert answered(tensors, attn_mask=masks.columns(keep=KEPT[0])) is NotImplemented
+    assert answered(tensors, attn_mask=masks.columns(prefix=3)) is NotImplemented
+    assert answered(tensors, attn_mask=KEPT) is NotImplemented
+    assert answered(tensors, attn_mask="Columns(mask0)") is NotImplemented
+    assert answered(tensors, attn_mask=masks.columns(keep=KEPT), sinks=[1.0] * 4) is NotImplemented
+    assert answered(tensors, attn_mask=masks.columns(keep=KEPT), key_lengths=[3, 7]) is NotImplemented
+
+
+def test_more_tensors_than_it_takes_are_left_to_python():
+    mask = masks.columns(keep=torch.ones(7, dtype=torch.bool))
+    for i in range(14):
+        mask = mask & masks.columns(keep=torch.arange(7) != i % 6 + 1)
+    tensors = qkv()
+    assert len(mask.bind()[1]) == 15
+    want = dispatch.attention(*tensors, attn_mask=mask, backend="eager")
+    torch.testing.assert_close(warm(tensors, attn_mask=mask), want)
+    assert answered(tensors, attn_mask=mask) is NotImplemented
 
 
 def test_the_mask_and_the_sinks_are_not_taken_for_each_other():
@@ -212,12 +268,13 @@ def test_a_guard_in_python_is_not_remembered():
     assert answered(tensors) is NotImplemented
 
 
-@pytest.mark.parametrize("name", ["plain", "mask of pairs", "sinks"])
+@pytest.mark.parametrize("name", ["plain", "mask of pairs", "sinks", "a mask of a tensor", "offsets", "lse"])
 def test_an_answer_drops_its_references(name):
     tensors, options = qkv(), CALLS[name]
     warm(tensors, **options)
     ((key, (route,)),) = routes.table.items()
     found, operands = object(), [x for x in options.values() if isinstance(x, torch.Tensor)]
+    operands += options["attn_mask"].bind()[1].values() if isinstance(options.get("attn_mask"), masks.Mask) else []
     new = Route(route.check, lambda *_: found)
     assert module.find({key: (new,)}, key, (*tensors, *operands)) is new.run
     watched = (*tensors, *operands, key, new, new.run, new.check, found, vars(fwd), *OPTIONS)
@@ -336,8 +393,7 @@ def test_threads_are_answered_alike():
 
 
 def test_wrong_arguments_of_the_module_are_named():
-    with pytest.raises(TypeError, match="answer takes 11 arguments, got 2"):
+    with pytest.raises(TypeError, match="answer takes 19 arguments, got 2"):
         module.answer(1, 2)
     with pytest.raises(TypeError, match="a context variable"):
-        module.watch(None, {})
-    assert answer_in_python(1, 2, 3) is NotImplemented
+        module.watch(None, {}, int)

@@ -75,7 +75,7 @@ ARROWS: dict[str, set[str]] = {
         *("settings", "state", "watched"),
     },
     "native": {"errors", "settings"},
-    "routes": {"errors", "backend", "context", "native", "registry", "selection"},
+    "routes": {"errors", "backend", "context", "ir", "native", "registry", "selection"},
     "keeping": {"errors", "backend", "ir", "passes", "plan", "registry", "routes", "selection"},
     "report": {
         *("capability", "complexity", "context", "errors", "frontend", "ir", "passes", "plan"),

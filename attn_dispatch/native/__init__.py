@@ -64,7 +64,7 @@ class Source:
 LOOKUP = Source(
     "lookup",
     ("lookup.cpp",),
-    "assert module.find({}, (), ()) is None and module.answer(*[None] * 11) is NotImplemented",
+    "assert module.find({}, (), ()) is None and module.answer(*[None] * 19) is NotImplemented",
     "a call takes two microseconds more",
     "g++, clang++ or MSVC",
 )

@@ -213,13 +213,15 @@ PyObject* run_of(PyObject* route, PyObject* tensors) {
 
 // --- the routes found last -------------------------------------------------------------------------------------------
 
-// Where the options of a plain call stand in the key that `attention` makes of them; the names of its tensors come first.
-enum Option { kNames, kCausal, kDropout, kScale, kGqa, kWindow, kSoftcap, kContext, kDeterministic, kForwardAd, kOptions };
+// Where the parts of the key stand that `attention` makes of a call.
+enum Option {
+  kMaskText, kNames, kOffset, kVariant, kCausal, kDropout, kScale, kGqa, kWindow, kSoftcap, kLayout, kLse, kWeights,
+  kBackend, kContext, kDeterministic, kForwardAd, kOptions
+};
 
-// A route found lately for the options of a plain call.
+// A route found lately, and the key that it was found with.
 struct Recent {
   THPObjectPtr options, route, guard, run, runs;  // `runs` is null where the length is not open
-  bool has_mask = false, has_sinks = false;
 };
 
 constexpr size_t kRecent = 8;
@@ -227,7 +229,8 @@ std::array<Recent, kRecent>& recent = *new std::array<Recent, kRecent>{};  // ne
 size_t recent_count = 0;
 uint64_t times_forgotten = 0;
 PyObject *active_context = nullptr, *forward_ad = nullptr, *name_level = nullptr, *no_operands = nullptr;
-PyObject *name_mask = nullptr, *name_sinks = nullptr;
+PyTypeObject* mask_type = nullptr;
+PyObject *name_text = nullptr, *name_bound = nullptr, *text_of_tensor = nullptr;
 
 // Whether two options are the same: by identity, or by value where that runs nobody's code.
 bool is_same(PyObject* a, PyObject* b) {
@@ -254,14 +257,11 @@ bool is_same(PyObject* a, PyObject* b) {
   return true;
 }
 
-// Keeps a route for `answer`, where it is of a plain call and its guard runs no Python, which could change what is kept
-// while `answer` looks through it.
+// Keeps a route for `answer`, where its guard runs no Python, which could change what is kept while `answer` looks
+// through it.
 void remember(PyObject* options, PyObject* route) {
-  if (!PyTuple_CheckExact(options) || PyTuple_GET_SIZE(options) != kOptions) {
-    return;
-  }
-  PyObject* names = PyTuple_GET_ITEM(options, kNames);
-  if (!PyTuple_CheckExact(names)) {
+  if (!PyTuple_CheckExact(options) || PyTuple_GET_SIZE(options) != kOptions ||
+      !PyTuple_CheckExact(PyTuple_GET_ITEM(options, kNames)) || PyTuple_GET_ITEM(options, kVariant) != Py_None) {
     return;
   }
   for (size_t i = 0; i < recent_count; ++i) {
@@ -272,11 +272,6 @@ void remember(PyObject* options, PyObject* route) {
     }
   }
   Recent found;
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); ++i) {
-    PyObject* name = PyTuple_GET_ITEM(names, i);
-    found.has_mask |= is_same(name, name_mask);
-    found.has_sinks |= is_same(name, name_sinks);
-  }
   found.guard = THPObjectPtr(PyObject_GetAttr(route, name_check));
   found.run = THPObjectPtr(PyObject_GetAttr(route, name_run));
   found.runs = THPObjectPtr(PyObject_GetAttr(route, name_runs));
@@ -306,26 +301,140 @@ PyObject* forget(PyObject* /*module*/, PyObject* /*unused*/) {
 }
 
 PyObject* watch(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
-  if (count != 2 || !PyContextVar_CheckExact(args[0]) || !PyDict_Check(args[1])) {
-    PyErr_SetString(PyExc_TypeError, "watch takes a context variable and the names of torch.autograd.forward_ad");
+  if (count != 3 || !PyContextVar_CheckExact(args[0]) || !PyDict_Check(args[1]) || !PyType_Check(args[2])) {
+    PyErr_SetString(PyExc_TypeError, "watch takes a context variable, the names of torch.autograd.forward_ad, and Mask");
     return nullptr;
   }
   Py_XSETREF(active_context, Py_NewRef(args[0]));
   Py_XSETREF(forward_ad, Py_NewRef(args[1]));
+  Py_XSETREF(mask_type, reinterpret_cast<PyTypeObject*>(Py_NewRef(args[2])));
   Py_RETURN_NONE;
 }
 
-// What `answer` is given, in this order.
-enum Given { kQuery, kKey, kValue, kMask, kSinks, kOptionsGiven, kGiven = kOptionsGiven + kSoftcap };
+// What `answer` is given, in this order: tensors, then options as in the key from `kCausal` to `kBackend`.
+enum Given { kQuery, kKey, kValue, kMask, kOperands, kOffsetGiven = kOperands + 4, kOptionsGiven, kGiven = kOptionsGiven + kContext - kCausal };
 
-// Whether a route is for a plain call with these arguments.
-bool is_for(const Recent& route, PyObject* const* given, PyObject* context, PyObject* level, const Surroundings& around) {
-  const bool has_mask = given[kMask] != Py_None, has_sinks = given[kSinks] != Py_None;
-  if (route.has_mask != has_mask || route.has_sinks != has_sinks) {
+// What `attention` collects of a call: the tensors in the order of the guard, and names for those after the first three.
+class Collected {
+ public:
+  // False where it is left to Python: an operand that is no plain tensor, a mask that is no mask.
+  bool collect(PyObject* const* given) {
+    for (int i = kQuery; i <= kValue; ++i) {
+      add(nullptr, given[i]);
+    }
+    PyObject* mask = given[kMask];
+    if (mask == Py_None) {
+      text = Py_None;
+    } else if (is_plain(mask)) {
+      text = text_of_tensor;
+      add(names[0], mask);
+    } else if (!collect_mask(mask)) {
+      return false;
+    }
+    for (int i = 0; i < 4; ++i) {
+      PyObject* operand = given[kOperands + i];
+      if (operand != Py_None && !(is_plain(operand) && add(names[1 + i], operand))) {
+        return false;
+      }
+    }
+    offset = given[kOffsetGiven];
+    if (offset != Py_None && PyObject_TypeCheck(offset, reinterpret_cast<PyTypeObject*>(THPVariableClass))) {
+      if (!(is_plain(offset) && add(names[5], offset))) {
+        return false;
+      }
+      offset = Py_None;
+    }
+    return true;
+  }
+
+  bool is_named_like(PyObject* others) const {
+    const auto named = static_cast<Py_ssize_t>(count - kMask);
+    if (PyTuple_GET_SIZE(others) != named) {
+      return false;
+    }
+    for (Py_ssize_t i = 0; i < named; ++i) {
+      if (!is_same(PyTuple_GET_ITEM(others, i), names_[i + kMask])) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  // A new reference.
+  PyObject* named() const {
+    if (count == kMask) {
+      return Py_NewRef(no_operands);
+    }
+    THPObjectPtr found(PyDict_New());
+    for (size_t i = kMask; found && i < count; ++i) {
+      if (PyDict_SetItem(found, names_[i], tensors[i]) < 0) {
+        return nullptr;
+      }
+    }
+    return found.release();
+  }
+
+  static constexpr std::array<const char*, 6> kNamesInOrder = {
+      "attn_mask", "bias", "sinks", "query_lengths", "key_lengths", "q_offset"};
+  static inline std::array<PyObject*, 6> names{};
+
+  PyObject *text = nullptr, *offset = nullptr;
+  size_t count = 0;
+  std::array<PyObject*, 16> tensors;  // as many as `count` says
+
+ private:
+  static bool is_plain(PyObject* object) {
+    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    return type == THPVariableClass || type == ParameterClass;
+  }
+
+  bool add(PyObject* name, PyObject* tensor) {
+    if (count == tensors.size()) {
+      return false;
+    }
+    names_[count] = name;
+    tensors[count++] = tensor;
+    return true;
+  }
+
+  // The text of the bound mask and its tensors, which the mask keeps once it was asked for them.
+  bool collect_mask(PyObject* mask) {
+    if (mask_type == nullptr || !PyObject_TypeCheck(mask, mask_type)) {
+      return false;
+    }
+    bound_ = THPObjectPtr(PyObject_GetAttr(mask, name_bound));
+    if (!bound_ || !PyTuple_CheckExact(bound_.get()) || PyTuple_GET_SIZE(bound_.get()) != 2) {
+      return false;
+    }
+    PyObject* held = PyTuple_GET_ITEM(bound_.get(), 1);
+    text_ = THPObjectPtr(PyObject_GetAttr(PyTuple_GET_ITEM(bound_.get(), 0), name_text));
+    if (!text_ || !PyDict_CheckExact(held)) {
+      return false;
+    }
+    text = text_;
+    PyObject *name = nullptr, *tensor = nullptr;
+    for (Py_ssize_t i = 0; PyDict_Next(held, &i, &name, &tensor);) {
+      if (!(is_plain(tensor) && add(name, tensor))) {
+        return false;
+      }
+    }
+    return true;
+  }
+
+  std::array<PyObject*, 16> names_;
+  THPObjectPtr bound_, text_;
+};
+
+// Whether a route is for a call with these arguments.
+bool is_for(
+    const Recent& route, const Collected& call, PyObject* const* given, PyObject* context, PyObject* level,
+    const Surroundings& around) {
+  auto* const* options = &PyTuple_GET_ITEM(const_cast<PyObject*>(route.options.get()), 0);
+  if (!is_same(options[kMaskText], call.text) || !is_same(options[kOffset], call.offset) ||
+      !call.is_named_like(options[kNames])) {
     return false;
   }
-  auto* const* options = &PyTuple_GET_ITEM(const_cast<PyObject*>(route.options.get()), 0);
-  for (int i = kCausal; i <= kSoftcap; ++i) {
+  for (int i = kCausal; i <= kBackend; ++i) {
     if (!is_same(options[i], given[kOptionsGiven + i - kCausal])) {
       return false;
     }
@@ -334,25 +443,24 @@ bool is_for(const Recent& route, PyObject* const* given, PyObject* context, PyOb
   if (options[kContext] != context || options[kDeterministic] != deterministic || !is_same(options[kForwardAd], level)) {
     return false;
   }
-  std::array<PyObject*, 5> tensors = {given[kQuery], given[kKey], given[kValue]};
-  size_t count = 3;
-  for (int i : {kMask, kSinks}) {
-    if (given[i] != Py_None) {
-      tensors[count++] = given[i];
-    }
-  }
-  return reinterpret_cast<const Guard*>(route.guard.get())->holds_for(tensors.data(), count, around);
+  return reinterpret_cast<const Guard*>(route.guard.get())->holds_for(call.tensors.data(), call.count, around);
 }
 
-// answer(query, key, value, attn_mask, sinks, is_causal, dropout_p, scale, enable_gqa, window, softcap): the result of
-// a plain call whose route was found lately; NotImplemented where none was.
+// answer(query, key, value, attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, is_causal, dropout_p, scale,
+// enable_gqa, window, softcap, layout, return_lse, return_weights, backend): the result of a call of softmax attention
+// whose route was found lately; NotImplemented where none was.
 PyObject* answer(PyObject* /*module*/, PyObject* const* given, Py_ssize_t count) {
   HANDLE_TH_ERRORS
   if (count != kGiven) {
     PyErr_Format(PyExc_TypeError, "answer takes %d arguments, got %zd", static_cast<int>(kGiven), count);
     return nullptr;
   }
-  PyObject* level = forward_ad == nullptr ? nullptr : PyDict_GetItemWithError(forward_ad, name_level);
+  Collected call;
+  if (recent_count == 0 || !call.collect(given)) {
+    PyErr_Clear();  // whatever it is, Python finds it as well, and says it
+    Py_RETURN_NOTIMPLEMENTED;
+  }
+  PyObject* level = PyDict_GetItemWithError(forward_ad, name_level);
   PyObject* found_context = nullptr;
   if (level == nullptr || PyContextVar_Get(active_context, Py_None, &found_context) < 0) {
     return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
@@ -360,7 +468,7 @@ PyObject* answer(PyObject* /*module*/, PyObject* const* given, Py_ssize_t count)
   THPObjectPtr context(found_context);
   const Surroundings around;
   for (size_t i = 0; i < recent_count; ++i) {
-    if (!is_for(recent[i], given, context, level, around)) {
+    if (!is_for(recent[i], call, given, context, level, around)) {
       continue;
     }
     THPObjectPtr run(
@@ -374,13 +482,9 @@ PyObject* answer(PyObject* /*module*/, PyObject* const* given, Py_ssize_t count)
     if (i > 0) {
       std::swap(recent[i], recent[0]);
     }
-    THPObjectPtr named(Py_NewRef(no_operands));
-    if (given[kMask] != Py_None || given[kSinks] != Py_None) {
-      named = THPObjectPtr(PyDict_New());
-      if (!named || (given[kMask] != Py_None && PyDict_SetItem(named, name_mask, given[kMask]) < 0) ||
-          (given[kSinks] != Py_None && PyDict_SetItem(named, name_sinks, given[kSinks]) < 0)) {
-        return nullptr;
-      }
+    THPObjectPtr named(call.named());
+    if (!named) {
+      return nullptr;
     }
     PyObject* args[] = {given[kQuery], given[kKey], given[kValue], named};
     return PyObject_Vectorcall(run, args, 4, nullptr);
@@ -448,7 +552,7 @@ PyMethodDef methods[] = {
      "answer(query, key, value, attn_mask, sinks, *options) -> result | NotImplemented"},
     {"forget", forget, METH_NOARGS, "forget() -> None: what `find` found lately."},
     {"watch", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(watch)), METH_FASTCALL,
-     "watch(context, forward_ad) -> None: where `answer` reads the end of the key."},
+     "watch(context, forward_ad, Mask) -> None: where `answer` reads the end of the key, and what a mask is."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot guard_slots[] = {
@@ -464,13 +568,17 @@ int fill_module(PyObject* module) {
   name_check = PyUnicode_InternFromString("check");
   name_run = PyUnicode_InternFromString("run");
   name_runs = PyUnicode_InternFromString("runs");
-  name_mask = PyUnicode_InternFromString("attn_mask");
-  name_sinks = PyUnicode_InternFromString("sinks");
+  name_text = PyUnicode_InternFromString("text");
+  name_bound = PyUnicode_InternFromString("_bound");
+  text_of_tensor = PyUnicode_InternFromString("tensor");
   name_level = PyUnicode_InternFromString("_current_level");
   no_operands = PyDict_New();
+  for (size_t i = 0; i < Collected::names.size(); ++i) {
+    Collected::names[i] = PyUnicode_InternFromString(Collected::kNamesInOrder[i]);
+  }
   guard_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&guard_spec));
-  if (!name_check || !name_run || !name_runs || !name_mask || !name_sinks || !name_level || !no_operands ||
-      guard_type == nullptr) {
+  if (!name_check || !name_run || !name_runs || !name_text || !name_bound || !text_of_tensor || !name_level ||
+      !no_operands || guard_type == nullptr || PyErr_Occurred()) {
     return -1;
   }
   return PyModule_AddObjectRef(module, "Guard", reinterpret_cast<PyObject*>(guard_type));

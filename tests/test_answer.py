@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import shutil
 import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -259,6 +261,40 @@ def test_what_the_kernel_raises_is_raised():
     assert module.find({KEY: (Route(route.check, broken),)}, KEY, tensors) is broken
     with pytest.raises(ZeroDivisionError):
         dispatch.attention(*tensors)
+
+
+def test_what_ends_a_program_is_not_swallowed(monkeypatch):
+    tensors = qkv()
+    warm(tensors, attn_mask=masks.sliding_window(3))
+
+    def stopped(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(masks.Mask, "_bind", stopped)
+    with pytest.raises(KeyboardInterrupt):
+        answered(tensors, attn_mask=masks.sliding_window(3))  # a mask that was not asked before
+
+
+def test_operands_that_a_run_writes_are_not_those_of_the_next_call():
+    tensors, seen = qkv(), []
+
+    def run(_q: Any, _k: Any, _v: Any, operands: dict[str, Any]) -> int:
+        seen.append(dict(operands))
+        operands["junk"] = 1
+        return 1
+
+    assert module.find({KEY: (Route(module.Guard(tensors), run),)}, KEY, tensors) is run
+    assert [answered(tensors), answered(tensors)] == [1, 1]
+    assert seen == [{}, {}]
+
+
+def test_a_module_that_watches_nothing_answers_nothing(tmp_path):
+    path = shutil.copy(native.built_path(native.LOOKUP), tmp_path)
+    other = native.load(native.LOOKUP, Path(path))
+    tensors = qkv()
+    route = Route(other.Guard(tensors), lambda *_: 1)
+    assert other.find({KEY: (route,)}, KEY, tensors) is route.run
+    assert other.answer(*tensors, *(DEFAULTS[name] for name in (*OPERANDS, *OPTIONS))) is NotImplemented
 
 
 def test_a_guard_in_python_is_not_remembered():

@@ -228,7 +228,7 @@ constexpr size_t kRecent = 8;
 std::array<Recent, kRecent>& recent = *new std::array<Recent, kRecent>{};  // never destroyed: Python has ended by then
 size_t recent_count = 0;
 uint64_t times_forgotten = 0;
-PyObject *active_context = nullptr, *forward_ad = nullptr, *name_level = nullptr, *no_operands = nullptr;
+PyObject *active_context = nullptr, *forward_ad = nullptr, *name_level = nullptr;
 PyTypeObject* mask_type = nullptr;
 PyObject *name_text = nullptr, *name_bound = nullptr, *text_of_tensor = nullptr;
 
@@ -360,11 +360,8 @@ class Collected {
     return true;
   }
 
-  // A new reference.
+  // A new dict for each call, as Python makes one: a stranger's run may write into it.
   PyObject* named() const {
-    if (count == kMask) {
-      return Py_NewRef(no_operands);
-    }
     THPObjectPtr found(PyDict_New());
     for (size_t i = kMask; found && i < count; ++i) {
       if (PyDict_SetItem(found, names_[i], tensors[i]) < 0) {
@@ -456,9 +453,8 @@ PyObject* answer(PyObject* /*module*/, PyObject* const* given, Py_ssize_t count)
     return nullptr;
   }
   Collected call;
-  if (recent_count == 0 || !call.collect(given)) {
-    PyErr_Clear();  // whatever it is, Python finds it as well, and says it
-    Py_RETURN_NOTIMPLEMENTED;
+  if (forward_ad == nullptr || recent_count == 0 || !call.collect(given)) {
+    return PyErr_Occurred() ? nullptr : Py_NewRef(Py_NotImplemented);
   }
   PyObject* level = PyDict_GetItemWithError(forward_ad, name_level);
   PyObject* found_context = nullptr;
@@ -549,7 +545,8 @@ PyMethodDef methods[] = {
     {"find", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(find)), METH_FASTCALL,
      "find(table, options, tensors) -> run | None"},
     {"answer", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(answer)), METH_FASTCALL,
-     "answer(query, key, value, attn_mask, sinks, *options) -> result | NotImplemented"},
+     "answer(query, key, value, attn_mask, bias, sinks, query_lengths, key_lengths, q_offset, *options) -> result | "
+     "NotImplemented"},
     {"forget", forget, METH_NOARGS, "forget() -> None: what `find` found lately."},
     {"watch", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(watch)), METH_FASTCALL,
      "watch(context, forward_ad, Mask) -> None: where `answer` reads the end of the key, and what a mask is."},
@@ -572,13 +569,12 @@ int fill_module(PyObject* module) {
   name_bound = PyUnicode_InternFromString("_bound");
   text_of_tensor = PyUnicode_InternFromString("tensor");
   name_level = PyUnicode_InternFromString("_current_level");
-  no_operands = PyDict_New();
   for (size_t i = 0; i < Collected::names.size(); ++i) {
     Collected::names[i] = PyUnicode_InternFromString(Collected::kNamesInOrder[i]);
   }
   guard_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&guard_spec));
   if (!name_check || !name_run || !name_runs || !name_text || !name_bound || !text_of_tensor || !name_level ||
-      !no_operands || guard_type == nullptr || PyErr_Occurred()) {
+      guard_type == nullptr || PyErr_Occurred()) {
     return -1;
   }
   return PyModule_AddObjectRef(module, "Guard", reinterpret_cast<PyObject*>(guard_type));

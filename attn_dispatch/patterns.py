@@ -12,9 +12,9 @@ from attn_dispatch.ir.masks import Mask
 from attn_dispatch.ir.recognise import recognise
 from attn_dispatch.variants import LinearAttention, Retention, Stateful
 
-__all__ = ["PLAIN", "recognised", "worth_reading"]
+__all__ = ["recognised", "worth_reading"]
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of no other kind
+_PLAIN = (torch.Tensor, torch.nn.Parameter)  # tensors of no other kind
 
 
 def recognised(
@@ -52,7 +52,7 @@ def worth_reading(
         return False  # the call has positions of its own, which a pattern's might contradict
     if mask.dtype is not torch.bool or type(mask) is not torch.Tensor or mask.layout is not torch.strided:
         return False
-    if type(query) not in PLAIN or type(value) not in PLAIN:  # none without values: a model that is exported
+    if type(query) not in _PLAIN or type(value) not in _PLAIN:  # none without values: a model that is exported
         return False
     if not 2 <= mask.ndim <= 4 or query.is_nested or not query.ndim == value.ndim == 4:
         return False

@@ -312,7 +312,10 @@ PyObject* watch(PyObject* /*module*/, PyObject* const* args, Py_ssize_t count) {
 }
 
 // What `answer` is given, in this order: tensors, then options as in the key from `kCausal` to `kBackend`.
-enum Given { kQuery, kKey, kValue, kMask, kOperands, kOffsetGiven = kOperands + 4, kOptionsGiven, kGiven = kOptionsGiven + kContext - kCausal };
+enum Given {
+  kQuery, kKey, kValue, kMask, kOperands, kOffsetGiven = kOperands + 4, kOptionsGiven,
+  kGiven = kOptionsGiven + kContext - kCausal
+};
 
 // What `attention` collects of a call: the tensors in the order of the guard, and names for those after the first three.
 class Collected {
